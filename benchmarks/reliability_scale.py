@@ -16,7 +16,7 @@ os.environ.setdefault("LIGHTNING_ROB_ALLOW_IMPORT", "tests")
 
 import torch
 
-from lightning_rob.commands.export import export
+from lightning_rob.commands.export.program import export
 from lightning_rob.defenses import Defense, Ensemble, Mixture, RandomTransforms, TransformEnsemble
 from lightning_rob.rules import VOTING_RULES, majority
 from lightning_rob.transforms import (

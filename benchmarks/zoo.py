@@ -18,7 +18,7 @@ from tempfile import mkdtemp
 import torch
 
 from lightning_rob.commands.checkpoints import RECIPE
-from lightning_rob.commands.model_folder import TRAINING
+from lightning_rob.commands.export.model_folder import TRAINING
 from lightning_rob.runtime.files import atomic_save, write_manifest
 
 KEPT = ("state_dict", RECIPE)
@@ -27,7 +27,7 @@ PGD = "--trainer.callbacks+=pgd --trainer.callbacks.eps=0.1"
 AUTOATTACK = "--trainer.callbacks+=autoattack --trainer.callbacks.eps=0.1"
 NETWORKS = {  # name: recipe, plug-ins of the test, the card's first sentence
     "digits_standard": (
-        "normal_digits",
+        "madry_digits --config standard",
         f"{PGD} {AUTOATTACK}",
         "A small network trained on clean digits: accurate, and not robust.",
     ),

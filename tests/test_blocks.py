@@ -13,6 +13,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
 from types import ModuleType
@@ -35,21 +36,10 @@ from tests.tiny import ROOT, Blobs
 PAGES = {path.name: path for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
 BLOCK = re.compile(r"^```(.*)\n((?:.*\n)*?)```$", re.M)
 QUICK = {"README.md", "alternatives.md"}  # the pages that take seconds
-SLOW = {False: (), True: pytest.mark.slow}
-ELSEWHERE = {  # command -> why it is not run here
-    "git": "clones",
-    "model_signing": "is not a dependency",
-    "pip": "installs",
-    "pytest": "runs the tests",
-    "python3": "makes a virtual environment",
-    "source": "enters a virtual environment",
-    "tensorboard": "serves until it is stopped",
-}
+# These clone, install, serve, or run all tests: not here.
+ELSEWHERE = {"git", "model_signing", "pip", "pytest", "python3", "source", "tensorboard"}
 LAUNCHERS = ("srun", "torchrun")  # start the command, here with one process
-MODULES = {  # package of a Python block -> why it is not run here
-    "mlflow": "registers a model at a server",
-    "ray": "runs in tests/test_torchrun.py",
-}
+MODULES = {"mlflow", "ray"}  # need a server; ray runs in tests/test_torchrun.py
 EXTRAS = ("adv_lib", "foolbox", "onnxruntime", "torchattacks")  # run where they are installed
 GATES = ("--alarm", "--drop", "--fail_if_worse", "--fail_under", "--strict")
 RECIPES = {  # page -> recipe of `last.ckpt` and `logs/version_0`, where it is not the demo
@@ -135,8 +125,8 @@ class Page:
         os.chdir(self.folder)
         for place in ("logs", *CHECKPOINTS):
             shutil.rmtree(place) if os.path.isdir(place) else Path(place).unlink(missing_ok=True)
-        for said, meant in self.instead.items():
-            code = code.replace(said, meant)
+        for written, meant in self.instead.items():
+            code = code.replace(written, meant)
         if kind == "bash":
             self.bash(re.sub(r" +# exit code (\d)$", r" --exit-code=\1", code, flags=re.M))
         elif kind == "python":
@@ -179,7 +169,7 @@ class Page:
         for file, net in WEIGHTS.items() if "ZooNet" in code else ():
             Path(file).parent.mkdir(parents=True, exist_ok=True)
             torch.save(ZooNet(f"robustbench/{net}").net.state_dict(), file)
-        if MODULES.keys() & {*re.findall(r"^import (\w+)", code, re.M)}:
+        if MODULES & {*re.findall(r"^import (\w+)", code, re.M)}:
             return
         try:
             exec(program, self.names)
@@ -221,12 +211,12 @@ class Page:
         except ImportError as error:
             assert "lightning-rob[" in str(error), error
             return
-        told = self.capsys.readouterr().err
-        if re.search(r"pip install .lightning-rob|Requirement 'wandb", told):
+        errors = self.capsys.readouterr().err
+        if re.search(r"pip install .lightning-rob|Requirement 'wandb", errors):
             return
-        assert "lightning-rob: error:" not in told, told
-        allowed = codes or [0, 1 if gated or "alarm: " in told else 0]
-        assert code in allowed, f"{code}: {told}"
+        assert "lightning-rob: error:" not in errors, errors
+        allowed = codes or [0, 1 if gated or "alarm: " in errors else 0]
+        assert code in allowed, f"{code}: {errors}"
 
     def yaml(self, code):
         """Run a configuration in a fit; keep any other file for the blocks below."""
@@ -266,13 +256,16 @@ def clone(folder):
     (folder / "mine.py").write_text(MINE)
 
 
+small_net = partial(ResNet, depth=14, widths=(4, 8, 8))
+
+
 def given():
     """Return the names that a reader of any page is assumed to have."""
     torch.manual_seed(0)
-    nets = [network() for _ in range(3)]
+    nets = [small_net() for _ in range(3)]
     x, y = torch.rand(4, 3, 32, 32), torch.arange(4)
     many = torch.rand(300, 3, 32, 32), torch.arange(300) % 10
-    module = AdversarialTraining(network)
+    module = AdversarialTraining(small_net)
     data = Blobs()
     trainer = Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_progress_bar=False)
     return {
@@ -280,11 +273,6 @@ def given():
         **{"x": x, "y": y, "x_train": many[0], "y_train": many[1], "images": x, "labels": y},
         **{"loader": DataLoader(TensorDataset(x, y), 2), "data": data, "trainer": trainer},
     }
-
-
-def network():
-    """Return a small residual network."""
-    return ResNet(depth=14, widths=(4, 8, 8))
 
 
 def listed(code, folder):
@@ -356,7 +344,9 @@ def receiver():
 
 
 @pytest.mark.filterwarnings("ignore")  # that a fit is short, or that a package is old
-@pytest.mark.parametrize("name", [pytest.param(n, marks=SLOW[n not in QUICK]) for n in PAGES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in PAGES]
+)
 def test_blocks_run(name, tmp_path, monkeypatch, runs, receiver, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

@@ -46,7 +46,7 @@ from lightning_rob.modules import TADV as TADVTraining
 from lightning_rob.nets import AthenaCNN, DANNNet, MNISTNet, ResNet20, SmallCNN
 from lightning_rob.objectives import worst_ce
 from lightning_rob.randomness import Streams
-from lightning_rob.rules import VOTING_RULES, majority
+from lightning_rob.rules import majority
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import catalogue
 from lightning_rob.transforms.blur import GaussianBlur
@@ -97,12 +97,7 @@ POOL = pool()
 KINDS = {type(transform): name for name, transform in reversed(POOL.items())}
 
 
-def kept(names, default):
-    """All names as parameters, marked slow but for some."""
-    return [pytest.param(name, marks=() if name in default else pytest.mark.slow) for name in names]
-
-
-@pytest.mark.parametrize("name", kept(POOL, KINDS.values()))
+@pytest.mark.parametrize("name", KINDS.values())
 def test_transformations_of_the_pool(device, name):
     placed(POOL[name], images(2)[0].to(device))
 
@@ -154,8 +149,12 @@ def random_transforms():
 GAMES = {
     "DANN, GMSA": (dann, GMSA(PLAIN, rounds=1)),
     "TADV, transferred": (tadv, TransferFromStatic(PLAIN)),
-    "RMC, GMSA": (rmc, GMSA(PLAIN, rounds=1)),
-    "URejectron, part of the images": (urejectron, PartialBatchAttack(PLAIN)),
+    "TADV with the batch, source there": (
+        partial(tadv, True, use_batch=True),
+        GMSA(LEAST, rounds=2),
+    ),
+    "RMC, source there, GMSA": (partial(rmc, True), GMSA(PLAIN, rounds=1)),
+    "URejectron, part of the images": (partial(urejectron, True), PartialBatchAttack(PLAIN)),
     "DENT, confident": (
         lambda: DENT(SmallCNN(10, 1)),
         GMSA(HighConfidence(PLAIN, 1, 1), rounds=1),
@@ -163,6 +162,7 @@ GAMES = {
     "DENT, through adaptation": (lambda: DENT(SmallCNN(10, 1)), ThroughAdaptation(PLAIN)),
     "ensemble of transformations, TAA": (partial(ensemble, NAMES), TAA(PLAIN)),
     "ensemble of transformations, PAA": (partial(ensemble, PLACES), paa("AvgP")),
+    **{f"PAA, {a}": (partial(ensemble, PLACES), paa(a)) for a in ("MVoteP", "WSumP")},
     "ensemble of transformations, a relative radius": (
         partial(ensemble, NAMES),
         OnDifferentiable(PGD(Threat("l2", 0.3, relative=True), 2, 0.1)),
@@ -183,27 +183,6 @@ GAMES = {
     "corrupted": (single, CommonCorruption(Brightness(1))),
     "random transforms": (random_transforms, PGD(LINF, 2, 0.05, draws=2)),
 }
-MORE = {
-    "DANN, source there": (partial(dann, True), GMSA(PLAIN, rounds=2)),
-    "TADV, rehearsed": (tadv, GMSA(LEAST, rounds=2)),
-    "TADV, source there": (partial(tadv, True), GMSA(LEAST, rounds=2)),
-    "TADV with the batch": (partial(tadv, use_batch=True), TransferFromStatic(PLAIN)),
-    "TADV with the batch, source there": (
-        partial(tadv, True, use_batch=True),
-        TransferFromStatic(PLAIN),
-    ),
-    "RMC, source there": (partial(rmc, True), GMSA(PLAIN, rounds=2)),
-    "URejectron, source there": (partial(urejectron, True), PartialBatchAttack(PLAIN)),
-    "DENT, statistics of the batch": (
-        lambda: DENT(SmallCNN(10, 1), statistics="batch"),
-        TransferFromStatic(PLAIN),
-    ),
-    **{
-        f"PAA by {r}": (partial(ensemble, PLACES, VOTING_RULES[r]), paa("AvgP"))
-        for r in VOTING_RULES
-    },
-    **{f"PAA, {a}": (partial(ensemble, PLACES), paa(a)) for a in ("MaxP", "MVoteP", "WSumP")},
-}
 
 
 def play(defense, attack, count=6):
@@ -217,9 +196,9 @@ def play(defense, attack, count=6):
     return x_adv, answers
 
 
-@pytest.mark.parametrize("name", kept(GAMES | MORE, GAMES))
+@pytest.mark.parametrize("name", GAMES)
 def test_games(device, name):
-    make, attack = (GAMES | MORE)[name]
+    make, attack = GAMES[name]
     play(make(), attack)
 
 

@@ -74,10 +74,10 @@ class Blobs(ImageData):
         self.labels = labels
 
     def source(self, train: bool):
-        chance = torch.Generator().manual_seed(int(train))
+        generator = torch.Generator().manual_seed(int(train))
         prototypes = torch.rand(4, 3, 8, 8, generator=torch.Generator().manual_seed(7))
-        y = torch.randint(0, self.labels, (self.sizes[train],), generator=chance)
-        noise = torch.randn(len(y), 3, 8, 8, generator=chance)
+        y = torch.randint(0, self.labels, (self.sizes[train],), generator=generator)
+        noise = torch.randn(len(y), 3, 8, 8, generator=generator)
         x = (0.25 + 0.5 * prototypes[y % 4] + 0.12 * noise).clamp(0, 1)
         return [(image, int(label)) for image, label in zip(x, y, strict=True)]
 

@@ -1,8 +1,7 @@
 """Lightning checkpoints, written atomically with a manifest and read without running code."""
 
 import io
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from lightning_rob.cli.configs import NAMED
-from lightning_rob.commands.checkpoints import config_in_checkpoint, read_checkpoint
+from lightning_rob.commands.checkpoints import read_checkpoint
 from lightning_rob.nets.weights import read_file
 from lightning_rob.runtime.errors import InputError
 from lightning_rob.runtime.files import Stamp, atomic_write, manifest_name, stamp_of, write_manifest
@@ -77,15 +75,13 @@ class SafeCheckpointIO(TorchCheckpointIO):
         """Return the content, on the CPU, refusing code even if Lightning would allow it."""
         if Path(path).name == HANDED_OVER:
             return dict(read_file(path))
-        content = self._take(str(path)) or read_checkpoint(str(path))
+        kept, self._kept = self._kept, None
+        # `peek` may have read it already, and the file may have changed since.
+        unchanged = kept is not None and kept[:2] == (str(path), stamp_of(Path(path)))
+        content = kept[2] if kept and unchanged else read_checkpoint(str(path))
         names = {"epoch": "epoch", "step": "global_step"}
         self.loaded = {name: content[key] for name, key in names.items() if key in content}
         return content
-
-    def _take(self, path: str) -> dict[str, Any] | None:
-        """Hand over the content kept by `peek`, unless the file has changed since."""
-        kept, self._kept = self._kept, None
-        return kept[2] if kept and kept[:2] == (path, stamp_of(Path(path))) else None
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove it with its manifest."""
@@ -120,30 +116,3 @@ def _objects_in(buffer: io.BytesIO) -> list[str]:
     """Return the classes and functions in a saved file that loading weights only refuses."""
     buffer.seek(0)
     return sorted(get_unsafe_globals_in_checkpoint(buffer))
-
-
-def inject_checkpoint_config(
-    args: Sequence[str], read: Callable[[str], dict[str, Any]]
-) -> list[str]:
-    """Insert the recipe of `--ckpt_path` before the other arguments, which may override it.
-
-    Args:
-        args: a command line with joined values, the subcommand first.
-        read: reads a checkpoint.
-
-    Raises:
-        InputError: neither a configuration nor a checkpoint says what to run.
-    """
-    given = any(re.match(r"--(model|config|help|print_config)|-c|-h", arg) for arg in args)
-    paths = [arg.partition("=")[2] for arg in args if arg.startswith("--ckpt_path=")]
-    for path in paths:
-        if path not in (*NAMED, "null", ""):
-            recipe = config_in_checkpoint(read(path), path)
-            if not (recipe or given):
-                raise InputError(f"{path} does not say what it is a checkpoint of: add --config")
-            return [args[0], f"--config={recipe}", *args[1:]] if recipe else list(args)
-    if not given and args:
-        raise InputError(
-            "say what to run: --config RECIPE, or --ckpt_path CHECKPOINT of such a run"
-        )
-    return list(args)

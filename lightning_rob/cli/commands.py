@@ -1,27 +1,24 @@
-"""Commands whose options are a dataclass: `RobustCLI` builds what they work on."""
+"""Commands that need torch: `RobustCLI` builds what they work on."""
 
 import logging
-import os
 import re
 import shlex
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lightning_rob.cli.configs import config_file, read_config
 from lightning_rob.cli.lightning_cli import USER_ERRORS, Parser, RobustCLI
 from lightning_rob.cli.models import read_models
-from lightning_rob.cli.options import asks_for_page, own_names, parse, parse_options
+from lightning_rob.cli.options import CONFIG, CommandLine, read_command_line
 from lightning_rob.commands.base import Run, quiet_lightning
 from lightning_rob.commands.checkpoints import load_weights
-from lightning_rob.commands.configs import CONFIGS
+from lightning_rob.commands.config import config_of
 from lightning_rob.data import ImageData
-from lightning_rob.recipes.plugins import resolve_names
-from lightning_rob.recipes.safe_yaml import plain_yaml
+from lightning_rob.recipes.safe_yaml import load_file, one_line, reading_recipes
 from lightning_rob.runtime.errors import InputError
 
 
@@ -30,11 +27,8 @@ def is_no_tip(record: logging.LogRecord) -> bool:
     return "Tip: For seamless cloud" not in str(record.msg)
 
 
-def run_command(args: Sequence[str]) -> None:
-    """Run a command that needs torch: one of `CONFIGS`, or of Lightning.
-
-    Args:
-        args: a command line with joined values, the command first.
+def run_command(line: CommandLine) -> None:
+    """Run a command that needs torch: one of `RUNNERS`, or of Lightning.
 
     Raises:
         InputError: it cannot be run.
@@ -42,67 +36,56 @@ def run_command(args: Sequence[str]) -> None:
     # Lightning writes them at level INFO, like its devices and why a fit stopped, which stay.
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(is_no_tip)
     warnings.filterwarnings("ignore", ".*LeafSpec")  # of torch on Lightning, in every run
-    name, *rest = args
-    if name != "fit":  # which alone goes on with the list of its best checkpoints
+    if line.command != "fit":  # which alone goes on with the list of its best checkpoints
         warnings.filterwarnings("ignore", "The dirpath has changed")
-    if name not in CONFIGS:
-        RobustCLI(args)
-        return
-    runners = {
-        "run": _with_run,
-        "trainings": _with_trainings,
-        "checkpoints": _with_checkpoints,
-        "data": _with_data,
-    }
     try:
-        runners[CONFIGS[name].receives](name, resolve_names(rest))
+        RUNNERS.get(line.command, RobustCLI)(line)
     except USER_ERRORS as error:
         raise InputError(str(error)) from error
 
 
-def _function(name: str) -> Any:
-    return import_module(f"lightning_rob.commands.{name}").run
+def function_of(command: str) -> Any:
+    """Return the function of a command."""
+    return import_module(f"lightning_rob.commands.{command}").run
 
 
 class CommandCLI(RobustCLI):
-    """Builds what `test` (or, without a subcommand, `fit`) would run, for a command.
+    """Builds what `test` (or, if it is not to be run, `fit`) would run, and runs a command on it.
 
     Args:
-        name: of the command.
-        args: its command line with joined values.
+        line: the command line.
         run: run the command in place of `test`; False only builds.
     """
 
-    def __init__(self, name: str, args: Sequence[str], run: bool = True) -> None:
-        self.name = name
-        self.args = args
-        self.failed = False
-        # Checked before anything is read or built; who asks for a page may lack some.
-        asks = any(map(asks_for_page, args))
-        self.options = None if asks else parse_options(name, args)
-        self.own_options = own_names(CONFIGS[name])
-        super().__init__(["test", *args] if run else args, run)
+    def _method(self) -> str:
+        return "test"
 
     def add_arguments_to_parser(self, parser: Any) -> None:
-        """Add the command's options to those of the run."""
+        """Add the command's options, which configuration files may hold, to those of the run."""
         super().add_arguments_to_parser(parser)
-        parser.add_class_arguments(CONFIGS[self.name], instantiate=False)
+        parser.add_class_arguments(config_of(self.line.command), instantiate=False)
 
     def before_instantiate_classes(self) -> None:
         """Leave the options of the run alone, so that its recipe is one for `fit` and `test`."""
         super().before_instantiate_classes()
-        parsed = self.config[self.subcommand] if self.subcommand else self.config
-        for option in self.own_options:
-            del parsed[option]
+        for option in fields(type(self.line.options)):
+            del self.config[option.name]
 
     def test(self, model: Any, datamodule: Any, ckpt_path: str | None = None, **_: Any) -> None:
-        """Run the command in place of `test`."""
+        """Run the command in place of `test`; exit with code 1 if it says so."""
         if ckpt_path:
             load_weights(model, self.checkpoint_io.load_checkpoint(ckpt_path))
-        self.failed = bool(_function(self.name)(self.options, self.built(ckpt_path)))
+        self.failed = function_of(self.line.command)(self.line.options, self.built(ckpt_path))
+
+    def after_test(self) -> None:
+        """Compare the accuracies with the thresholds, and exit with code 1 after a failure."""
+        super().after_test()
+        if self.failed:
+            raise SystemExit(1)
 
     def built(self, checkpoint: str | None = None) -> Run:
         """Return what was built."""
+        configs = [a.partition("=")[2] for a in self.line.args if a.partition("=")[0] in CONFIG]
         model: Any = self.model
         data: Any = self.datamodule
         return Run(
@@ -110,21 +93,11 @@ class CommandCLI(RobustCLI):
             data,
             self.trainer,
             self.recipe(),
-            name=next((Path(path).stem for path in map(config_file, self.args) if path), "study"),
+            name=Path(configs[0]).stem if configs else "study",
             checkpoint=checkpoint,
-            command=shlex.join(["lightning-rob", self.name, *self.args]),
-            overrides=tuple(model_overrides(self.args)),
+            command=shlex.join(["lightning-rob", self.line.command, *self.line.given]),
+            overrides=tuple(model_overrides(self.line.args)),
         )
-
-
-class CheckpointCLI(CommandCLI):
-    """Builds what `test` would run for a checkpoint, without its weights, and does not run it."""
-
-    def test(self, model: Any, datamodule: Any, ckpt_path: str | None = None, **_: Any) -> None:
-        """Do nothing: the command decides when to evaluate."""
-
-    def after_test(self) -> None:
-        """Do nothing: no accuracies are logged."""
 
 
 def model_overrides(args: Sequence[str]) -> Iterator[tuple[str, Any]]:
@@ -134,55 +107,46 @@ def model_overrides(args: Sequence[str]) -> Iterator[tuple[str, Any]]:
         if not re.match(r"--(model|config)\b|-c\b", name):
             continue
         is_file = value.endswith((".yaml", ".yml", ".json")) and Path(value).is_file()
-        content = read_config(value) if is_file else value
+        content = load_file(Path(value), "a configuration file") if is_file else value
         if name.startswith("--model") or not isinstance(content, dict):
             yield name, content
         elif "model" in content:
             yield name, content["model"]
 
 
-def _with_checkpoints(name: str, args: Sequence[str]) -> None:
+def _with_checkpoints(line: CommandLine) -> None:
     """Run a command that builds a `Run` for each checkpoint, on one device and without a logger."""
-    options = parse_options(name, args)
-    parts = read_models(options.models, CONFIGS[name]) if options.models else {}
+    models = line.options.models
     starts: dict[str, Callable[[], tuple[Any, Callable[[Path], Run]]]] = {
-        label: partial(_monitored, name, [*args, *own, f"--label={label}", "--models=null"])
-        for label, own in parts.items()
+        "": lambda: (line.options, partial(_build, line))
     }
-    _function(name)(options, starts or {"": lambda: (options, _builder(name, args, options))})
+    if models:
+        starts = {
+            label: partial(_started, line, [*own, f"--label={label}", "--models=null"])
+            for label, own in read_models(models, type(line.options)).items()
+        }
+    function_of(line.command)(line.options, starts)
 
 
-def _monitored(name: str, args: Sequence[str]) -> tuple[Any, Callable[[Path], Run]]:
-    """Return the options of a command, and the function that builds the `Run` of a checkpoint."""
-    options = parse_options(name, args)
-    return options, _builder(name, args, options)
+def _started(line: CommandLine, own: list[str]) -> tuple[Any, Callable[[Path], Run]]:
+    """Return the options of a model, and the function that builds the `Run` of a checkpoint."""
+    line = read_command_line(line.command, *line.given, *own)
+    return line.options, partial(_build, line)
 
 
-def _builder(name: str, args: Sequence[str], options: Any) -> Callable[[Path], Run]:
-    """Return the function that builds the `Run` of a checkpoint."""
-    plugged = [f"--trainer.callbacks+={file}" for file in options.suite or ()]
+def _build(line: CommandLine, path: Path) -> Run:
+    """Build the `Run` of a checkpoint."""
+    plugged = [f"--trainer.callbacks+={file}" for file in line.options.suite or ()]
     own = ["--trainer.devices=1", "--trainer.logger=false", *plugged]
-
-    def build(path: Path) -> Run:
-        with tempfile.TemporaryDirectory() as folder:
-            given = path
-            if not os.fspath(path).isprintable():  # YAML has no text for such a name
-                given = Path(folder) / "given.ckpt"
-                given.symlink_to(path.absolute())
-            return CheckpointCLI(name, [f"--ckpt_path={given}", *own, *args]).built(str(path))
-
-    return build
+    line = read_command_line(line.command, *own, *line.given)
+    line = replace(line, args=[f"--ckpt_path={path}", *line.args])
+    return CommandCLI(line, run=False).built(str(path))
 
 
-def _with_run(name: str, args: Sequence[str]) -> None:
-    if CommandCLI(name, args).failed:
-        raise SystemExit(1)
-
-
-def _with_trainings(name: str, args: Sequence[str]) -> None:
+def _with_trainings(line: CommandLine) -> None:
     with quiet_lightning():
-        cli = CommandCLI(name, args, run=False)
-    chosen = _function(name)(cli.options, cli.built(), build_training)
+        cli = CommandCLI(line, run=False)
+    chosen = function_of(line.command)(line.options, cli.built(), build_training)
     if chosen is not None:
         RobustCLI(["fit", f"--config={chosen}"])
 
@@ -192,13 +156,32 @@ def build_training(recipe: Path) -> Any:
     return RobustCLI([f"--config={recipe}"], run=False)
 
 
-def _with_data(name: str, args: Sequence[str]) -> None:
-    parser = Parser(prog=f"lightning-rob {name}")
-    parser.add_class_arguments(CONFIGS[name], instantiate=False)
-    parser.add_lightning_class_args(ImageData, "data", subclass_mode=True, required=False)
-    options, parsed = parse(parser, name, args, "data")
-    if parsed.data is None:
-        raise ValueError("say which images: --data CLASS, such as --data Digits5k")
-    with plain_yaml():
+def _with_data(line: CommandLine) -> None:
+    config = config_of(line.command)
+    own = {option.name for option in fields(config)} if config else set()
+    with reading_recipes():
+        parser = Parser(prog=f"lightning-rob {line.command}")
+        parser.add_class_arguments(config, instantiate=False)  # for its page
+        parser.add_lightning_class_args(ImageData, "data", subclass_mode=True, required=False)
+        args = []
+        for arg, part in zip(line.args, line.parts, strict=True):
+            option = arg.partition("=")[0]
+            if option in CONFIG:
+                args += [f"--data={one_line(part['data'])}"] if "data" in part else []
+            elif option.removeprefix("--").rstrip("+") not in own:
+                args.append(arg)
+        parsed = parser.parse_args(args)
+        if parsed.data is None:
+            raise ValueError("say which images: --data CLASS, such as --data Digits5k")
         data = parser.instantiate_classes(parsed).data
-    _function(name)(options, data)
+    function_of(line.command)(line.options, data)
+
+
+RUNNERS: dict[str, Callable[[CommandLine], object]] = {
+    "sweep": CommandCLI,
+    "audit": CommandCLI,
+    "export": CommandCLI,
+    "tune": _with_trainings,
+    "monitor": _with_checkpoints,
+    "bpda": _with_data,
+}

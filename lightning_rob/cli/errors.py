@@ -53,17 +53,11 @@ def shorten_state_dict_error(error: RuntimeError) -> Exception:
         return fault
     if "Error(s) in loading state_dict" not in message:
         return error
-    kinds = {
-        "missing": _keys(message, "Missing"),
-        "unexpected": _keys(message, "Unexpected"),
-        "of another shape": re.findall(r"size mismatch for ([^:]+): ", message),
-    }
+    kinds = {"of another shape": re.findall(r"size mismatch for ([^:]+): ", message)}
+    for kind in ("missing", "unexpected"):
+        listed = re.search(rf"{kind.capitalize()} key\(s\) in state_dict: (.*)", message)
+        kinds[kind] = re.findall(r'"([^"]+)"', listed[1]) if listed else []
     counts = [f"{len(keys)} weights {k} (e.g. {keys[0]})" for k, keys in kinds.items() if keys]
     return InputError(
         "the checkpoint is of another architecture than the model: " + ", ".join(counts)
     )
-
-
-def _keys(message: str, kind: str) -> list[str]:
-    match = re.search(rf"{kind} key\(s\) in state_dict: (.*)", message)
-    return re.findall(r'"([^"]+)"', match.group(1)) if match else []

@@ -21,20 +21,25 @@ from torch.multiprocessing.spawn import ProcessException
 from lightning_rob.attacks.auto import suite_kind
 from lightning_rob.callbacks.guard import TerminateOnNonFinite
 from lightning_rob.callbacks.loggers import run_folder, writing_folder
-from lightning_rob.cli.checkpoints import SafeCheckpointIO, inject_checkpoint_config
-from lightning_rob.cli.configs import NAMED
+from lightning_rob.cli.checkpoints import SafeCheckpointIO
 from lightning_rob.cli.errors import shorten_jsonargparse_error, shorten_state_dict_error
-from lightning_rob.cli.options import OF_RUN, RunOptions, join_values
-from lightning_rob.cli.spelling import refuse_misspelt
+from lightning_rob.cli.options import (
+    NAMED,
+    CommandLine,
+    RunOptions,
+    asks_for_page,
+    read_command_line,
+)
+from lightning_rob.cli.spelling import check_recipe
 from lightning_rob.commands.base import trained_threat
-from lightning_rob.commands.checkpoints import RECIPE
+from lightning_rob.commands.checkpoints import RECIPE, config_in_checkpoint
 from lightning_rob.commands.thresholds import parse_thresholds, violations
 from lightning_rob.evaluation.evaluate import as_defense
 from lightning_rob.evaluation.suites import RECIPES
 from lightning_rob.modules import RobustModule
-from lightning_rob.recipes.plugins import expand_recipe, resolve_names
-from lightning_rob.recipes.safe_yaml import parse_fraction_arg, plain_yaml
-from lightning_rob.recipes.trust import OPTION, allowed, install
+from lightning_rob.recipes.plugins import expand_recipe
+from lightning_rob.recipes.safe_yaml import load, one_line, reading_recipes
+from lightning_rob.recipes.trust import OPTION, allowed
 from lightning_rob.runtime.errors import Fault, InputError, NoGradientError
 from lightning_rob.runtime.files import UNWRITABLE, atomic_write_text, raise_thread_errors
 from lightning_rob.runtime.processes import supervised_processes
@@ -54,18 +59,17 @@ EVERY_IMAGE = Threat("linf", 1.0)  # of a corruption
 
 
 class Parser(LightningArgumentParser):
-    """Parser that imports only trusted names and reports an error in one line."""
+    """Parser that expands plug-ins and reports an error in one line."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        try:
-            install()
-        except ValueError as error:
-            raise InputError(str(error)) from error
         super().__init__(*args, allow_abbrev=False, **options)
 
     def parse_string(self, content: str, *args: Any, **options: Any) -> Any:
         """Parse a recipe; jsonargparse calls it in the recipe's folder."""
-        return super().parse_string(expand_recipe(content, Path.cwd()), *args, **options)
+        recipe = load(content)
+        expanded = expand_recipe(recipe, Path.cwd())
+        text = content if expanded == recipe else one_line(expanded)
+        return super().parse_string(text, *args, **options)
 
     def dump(self, *args: Any, **options: Any) -> str:
         """Return a configuration as YAML that `--config` takes beside other files.
@@ -112,35 +116,41 @@ class SaveRecipe(SaveConfigCallback):
 class RobustCLI(LightningCLI):
     """LightningCLI for modules and data of this package, and anybody's that it may import.
 
+    It has one parser for a command and its options. That of Lightning has one more for each
+    subcommand, and parses and checks a recipe twice.
+
     Args:
-        args: the command line, the subcommand first.
-        run: run the subcommand; False only builds model, data and trainer, without a subcommand.
+        line: the command line; given as a list, its first word is the command if it is to be run.
+        run: run the command; False only builds model, data and trainer.
     """
 
-    own_options: Sequence[str] = ()  # names of a command's options beside those of the run
-
-    def __init__(self, args: Sequence[str], run: bool = True) -> None:
-        args = resolve_names(join_values(args))
-        self._asked = next(iter(args), "")
+    def __init__(self, line: CommandLine | Sequence[str], run: bool = True) -> None:
         self.checkpoint_io = SafeCheckpointIO()
         supervised = supervised_processes(self._launched_ranks, self._rank_timeout)
         try:
-            with raise_thread_errors(), supervised, plain_yaml():
-                args = inject_checkpoint_config(args, self.checkpoint_io.peek)
-                refuse_misspelt(args[run:], [*OF_RUN, *self.own_options])
+            if not isinstance(line, CommandLine):
+                line = read_command_line(*line) if run else read_command_line("fit", *line)
+            self.line = line
+            self.method = self._method() if run else ""
+            # Without a run, the checkpoint says what to build, and its weights are not loaded.
+            args = [arg for arg in line.args if run or not arg.startswith("--ckpt_path=")]
+            with raise_thread_errors(), supervised, reading_recipes():
                 super().__init__(
                     LightningModule,
                     LightningDataModule,
                     save_config_callback=SaveRecipe,
                     parser_class=Parser,
+                    parser_kwargs={"prog": f"lightning-rob {line.command}"},
                     subclass_mode_model=True,
                     subclass_mode_data=True,
                     auto_configure_optimizers=False,
                     load_from_checkpoint_support=False,
                     seed_everything_default=0,
-                    args=[parse_fraction_arg(arg) for arg in args],
-                    run=run,
+                    args=[*self._recipe_of_checkpoint(), *args],
+                    run=False,
                 )
+                if self.method:
+                    self._run_subcommand(self.method)
                 if torch.distributed.is_available() and torch.distributed.is_initialized():
                     # Else threads of the backend may abort the interpreter while it ends.
                     torch.distributed.destroy_process_group()
@@ -151,10 +161,40 @@ class RobustCLI(LightningCLI):
         except ProcessException as error:  # of ddp_spawn and its like
             raise Fault(str(error).strip().rpartition("\n")[2]) from error
 
-    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
-        """Return the subcommand that is asked for: each parser takes as long as parsing."""
-        every = LightningCLI.subcommands()
-        return {self._asked: every[self._asked]} if self._asked in every else every
+    def _method(self) -> str:
+        """Return the name of the trainer's method that is run."""
+        return self.line.command
+
+    def _recipe_of_checkpoint(self) -> list[str]:
+        """Return the recipe of `--ckpt_path` as an option, which the other arguments may override.
+
+        Raises:
+            InputError: neither a configuration nor a checkpoint says what to run.
+        """
+        path, recipe = self.line.checkpoint, None
+        given = any(re.match(r"--(model|config)|-c", arg) for arg in self.line.args)
+        given = given or any(map(asks_for_page, self.line.args))
+        if path is not None and path not in NAMED:
+            recipe = config_in_checkpoint(self.checkpoint_io.peek(path), path)
+            if not (recipe or given):
+                raise InputError(f"{path} does not say what it is a checkpoint of: add --config")
+        elif (self.method or self.line.args) and not given:
+            raise InputError(
+                "say what to run: --config RECIPE, or --ckpt_path CHECKPOINT of such a run"
+            )
+        if not recipe:
+            return []
+        check_recipe([load(recipe), *self.line.parts], self.line.allowed)
+        return [f"--config={recipe}"]
+
+    def setup_parser(self, add_subcommands: bool, main_kwargs: Any, subparser_kwargs: Any) -> None:
+        """Add the options of the trainer's method that is run to those of the recipe."""
+        super().setup_parser(False, main_kwargs, subparser_kwargs)
+        self.method_options: list[str] = []
+        if self.method:
+            skipped = LightningCLI.subcommands()[self.method]
+            added = self.parser.add_method_arguments(Trainer, self.method, skip={*skipped})
+            self.method_options = added
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the options of this package and the logger's defaults."""
@@ -164,13 +204,26 @@ class RobustCLI(LightningCLI):
         parser.set_defaults({"trainer.logger": {"class_path": logger, "init_args": settings}})
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse the given list, without Lightning's warning about the shell's arguments."""
-        self.config = parser.parse_args(args)
-        for options in filter(None, map(self.config.get, self.subcommands())):
-            _check_loading(options)
+        """Parse the given list, and let the run load weights only, from an existing file.
 
-    def _parse_ckpt_path(self) -> None:
-        """Do nothing: the model comes from the recipe in the checkpoint, not `hyper_parameters`."""
+        Raises:
+            InputError: a configuration file asks for more, or names no checkpoint.
+        """
+        self.config = parser.parse_args(args)
+        if self.config.get("weights_only") is False:
+            raise InputError(
+                "weights_only must be true: otherwise a checkpoint may run code of its own"
+            )
+        if "weights_only" in self.config:
+            self.config["weights_only"] = True
+        path = self.config.get("ckpt_path")
+        if path and path not in NAMED and not Path(path).exists():
+            raise InputError(f"there is no checkpoint {path}")
+
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        """Return the arguments of the trainer's method."""
+        options = {key: self.config_init[key] for key in self.method_options}
+        return options | {"model": self.model, "datamodule": self.datamodule}
 
     def instantiate_trainer(self, **options: Any) -> Trainer:
         """Build the trainer with the guard, and with safe checkpoints unless a plugin differs."""
@@ -198,18 +251,17 @@ class RobustCLI(LightningCLI):
         merged = dict(sorted(row for share in shares for row in share))  # no image twice
         path = folder / "predictions.csv"
         print(f"Writing {path}")
-        lines = [
-            ["index", "prediction", *(f"p{k}" for k in range(len(next(iter(merged.values())))))]
-        ]
+        classes = range(len(next(iter(merged.values()))))
+        lines = [",".join(["index", "prediction", *(f"p{k}" for k in classes)])]
         for i, p in merged.items():
-            lines.append([str(i), str(p.index(max(p))), *(f"{value:.6g}" for value in p)])
-        atomic_write_text(path, "".join(",".join(cells) + "\n" for cells in lines))
+            lines.append(",".join([f"{i},{p.index(max(p))}", *(f"{value:.6g}" for value in p)]))
+        atomic_write_text(path, "\n".join([*lines, ""]))
 
     def _rank_timeout(self) -> Any:
-        return self._get(self.config, "rank_timeout")
+        return self.config.get("rank_timeout")
 
     def _launched_ranks(self) -> Any:
-        """Processes of the other ranks that this process has launched."""
+        """Return the processes of the other ranks that this process has launched."""
         strategy = getattr(getattr(self, "trainer", None), "strategy", None)
         return getattr(getattr(strategy, "launcher", None), "procs", ())
 
@@ -224,42 +276,19 @@ class RobustCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Check the thresholds before hours of attacks."""
-        self._thresholds()
+        self.minima = parse_thresholds(text) if (text := self.config.get("fail_under")) else {}
 
     def before_fit(self) -> None:
         """Refuse options of the trainer that do not fit before a logger makes the run's folder."""
         if isinstance(self.model, RobustModule):
             self.model.check_trainer(self.trainer)
 
-    def _thresholds(self) -> dict[str, float]:
-        """Minimum accuracies of `--fail_under`."""
-        text = self._get(self.config, "fail_under")
-        return parse_thresholds(text) if text else {}
-
     def before_validate(self) -> None:
         """Report what makes the figures others than they seem."""
-        self._report_weights()
-        self._report_radius()
-
-    def before_predict(self) -> None:
-        """Report that the weights are random."""
-        self._report_weights()
-
-    def _report_weights(self) -> None:
-        """Report that the weights are random: a model that is built again has others."""
-        if self._get(self.config, "ckpt_path"):
+        if not self.config.get("ckpt_path"):
+            self.before_predict()
             return
-        with isolate_rng():
-            torch.manual_seed(torch.initial_seed() + 1)
-            again = build(LightningModule, self.recipe()["model"])
-        pairs = zip(self.model.parameters(), again.parameters(), strict=True)
-        if not all(torch.equal(one.cpu(), other.cpu()) for one, other in pairs):
-            self._print("No weights: no checkpoint is given, so the network is an untrained one.")
-
-    def _report_radius(self) -> None:
-        """Report attacks at another radius than that of the training."""
-        if not self._get(self.config, "ckpt_path"):
-            return
+        # Attacks at another radius than that of the training.
         trained = trained_threat(self.model)
         threats = [attack.threat for attack in self._attacks().values()]
         radii = dict.fromkeys(str(threat) for threat in threats if threat != EVERY_IMAGE)
@@ -269,33 +298,40 @@ class RobustCLI(LightningCLI):
             why = f"at {trained}{taken}" if trained else "without attacks"
             self._print(f"Radius: the attacks are at {', '.join(radii)}; the training was {why}")
 
+    def before_predict(self) -> None:
+        """Report that the weights are random: a model that is built again has others."""
+        if self.config.get("ckpt_path"):
+            return
+        with isolate_rng():
+            torch.manual_seed(torch.initial_seed() + 1)
+            again = build(LightningModule, self.recipe()["model"])
+        pairs = zip(self.model.parameters(), again.parameters(), strict=True)
+        if not all(torch.equal(one.cpu(), other.cpu()) for one, other in pairs):
+            self._print("No weights: no checkpoint is given, so the network is an untrained one.")
+
+    def before_test(self) -> None:
+        """Refuse a threshold for an attack that is not configured, before any attack."""
+        self.before_validate()
+        attacks = [*self._attacks()]
+        for name in self.minima if attacks else ():
+            prefix, _, attack = name.removeprefix("test/").rpartition("robust/")
+            if not prefix and attack != name and attack not in (*attacks, "worst", "clean"):
+                raise InputError(f"no attack is called {attack!r}: {', '.join(attacks)}, worst")
+
     def recipe(self) -> dict[str, Any]:
         """Return the whole configuration as plain data, defaults included."""
-        config = self.config[self.subcommand] if self.subcommand else self.config
-        parser = self._parser(self.subcommand)
-        found: dict[str, Any] = yaml.safe_load(
-            parser.dump(config, skip_none=False, skip_validation=True)
-        )
-        return found
+        text = self.parser.dump(self.config, skip_none=False, skip_validation=True)
+        return dict(yaml.safe_load(text))
 
     def _print(self, line: str) -> None:
         if self.trainer.is_global_zero:
             print(line, flush=True)
 
     def _attacks(self) -> dict[str, Any]:
-        """Attacks of the run by name."""
+        """Return the attacks of the run by name."""
         callbacks: Any = self.trainer.callbacks  # type: ignore[attr-defined]
         found = (getattr(callback, "attacks", None) for callback in callbacks)
         return {name: attack for of_one in found for name, attack in (of_one or {}).items()}
-
-    def before_test(self) -> None:
-        """Refuse a threshold for an attack that is not configured, before any attack."""
-        self.before_validate()
-        attacks = [*self._attacks()]
-        for name in self._thresholds() if attacks else ():
-            prefix, _, attack = name.removeprefix("test/").rpartition("robust/")
-            if not prefix and attack != name and attack not in (*attacks, "worst", "clean"):
-                raise InputError(f"no attack is called {attack!r}: {', '.join(attacks)}, worst")
 
     def after_validate(self) -> None:
         """Compare the accuracies with the thresholds."""
@@ -308,7 +344,7 @@ class RobustCLI(LightningCLI):
     def _check_thresholds(self, stage: str) -> None:
         """Exit with code 1 if an accuracy is below its threshold."""
         logged = {key: float(value) for key, value in self.trainer.callback_metrics.items()}
-        for line in (lines := violations(self._thresholds(), logged, stage)):
+        for line in (lines := violations(self.minima, logged, stage)):
             print(f"lightning-rob: {line}", file=sys.stderr)
         if lines:
             raise SystemExit(1)
@@ -321,7 +357,7 @@ class RobustCLI(LightningCLI):
         written = next((os.path.relpath(path) for path in paths if path), None)
         if written:
             self._print(f"Checkpoint: {written}")
-        if tested := self._get(self.config, "test_after_fit") and not trainer.fast_dev_run:
+        if tested := self.config.get("test_after_fit") and not trainer.fast_dev_run:
             kept = [c for c in trainer.checkpoint_callbacks if getattr(c, "monitor", None)]
             path = next((c.best_model_path for c in kept if c.best_model_path), None)
             trainer.test(
@@ -346,16 +382,3 @@ def radius_options(threat: Threat | None) -> list[str]:
         return []
     norm = [] if threat.norm == "linf" else [f"--trainer.callbacks.norm={threat.norm}"]
     return [*norm, f"--trainer.callbacks.eps={str(threat).split()[1]}"]
-
-
-def _check_loading(options: Any) -> None:
-    """Let a subcommand load weights only, and only from an existing file."""
-    if options.get("weights_only") is False:
-        raise InputError(
-            "weights_only must be true: otherwise a checkpoint may run code of its own"
-        )
-    if "weights_only" in options:
-        options["weights_only"] = True
-    path = options.get("ckpt_path")
-    if path and path not in NAMED and not Path(path).exists():
-        raise InputError(f"there is no checkpoint {path}")

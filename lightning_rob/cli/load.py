@@ -14,9 +14,9 @@ from lightning_rob.defenses import Defense
 from lightning_rob.evaluation.evaluate import as_defense
 from lightning_rob.nets.hub import CONFIG, HUB, WEIGHTS, hub_folder
 from lightning_rob.recipes.plugins import expand
-from lightning_rob.recipes.safe_yaml import load_file, plain_yaml
+from lightning_rob.recipes.safe_yaml import reading_recipes
 from lightning_rob.recipes.shipped import find_checkpoint
-from lightning_rob.recipes.trust import OPTION, allow_imports
+from lightning_rob.recipes.trust import allow_imports
 from lightning_rob.runtime.errors import InputError
 
 
@@ -84,23 +84,11 @@ def load_callbacks(
     Raises:
         InputError: there is no such plug-in.
     """
-    entries = expand(_listed(names), Path.cwd())
-    return [_built(Callback, _spec(entry), allow_import) for entry in entries]
-
-
-def _spec(entry: Any) -> Any:
-    """Return class and arguments of a callback; of a file, its content."""
-    if not isinstance(entry, str):
-        return entry
-    path = Path(entry)
-    return load_file(path, "a plug-in") if path.is_file() else {"class_path": entry}
-
-
-def _listed(names: str | Sequence[str]) -> list[str]:
-    """Return names as a list; a text is one name."""
-    return [names] if isinstance(names, str) else list(names)
+    entries = expand([names] if isinstance(names, str) else list(names), Path.cwd())
+    return [_built(Callback, entry, allow_import) for entry in entries]
 
 
 def _built(kind: type, spec: Any, allow_import: str | Sequence[str]) -> Any:
-    with allow_imports([f"{OPTION}={name}" for name in _listed(allow_import)]), plain_yaml():
+    prefixes = [allow_import] if isinstance(allow_import, str) else allow_import
+    with allow_imports(prefixes), reading_recipes():
         return build(kind, spec)

@@ -7,9 +7,13 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from lightning_rob.commands.config import config_of
 from lightning_rob.runtime.errors import Fault, InputError, LostRank, nearest, visible
+
+if TYPE_CHECKING:
+    from lightning_rob.cli.options import CommandLine
 
 COMMANDS = {
     "fit": "train, evaluating the configured attacks at every validation",
@@ -64,10 +68,18 @@ def main(args: Sequence[str] | None = None) -> None:
     elif args[0] not in COMMANDS:
         choices = f", choose from {', '.join(COMMANDS)}"
         _fail(f"unknown command {args[0]!r}{nearest(args[0], COMMANDS, choices)}")
-    elif _asks_for_help(args):
-        _show(_help_text(args[0]))
+    elif {"-h", "--help"} & {*args} and ("all" not in args or _reads_records(args[0])):
+        # `--help all` prints the parser's own page.
+        if config := config_of(args[0]):
+            from lightning_rob.cli.options import build_parser  # jsonargparse takes a moment
+
+            _show(build_parser(args[0], config).format_help().rstrip())
+        else:
+            from lightning_rob.cli.help import run_help
+
+            _show(run_help(args[0]))
     else:
-        _run([arg for arg in args if arg != "all" or "--help" not in args])
+        _run(*(arg for arg in args if arg != "all" or "--help" not in args))
 
 
 def _show(page: str) -> None:
@@ -78,69 +90,42 @@ def _show(page: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _asks_for_help(args: list[str]) -> bool:
-    """Whether the short help is wanted; `--help all` prints the parser's own page."""
-    short = "all" not in args or _reads_records(args[0])
-    return bool({"-h", "--help"} & set(args)) and short
-
-
-def _help_text(command: str) -> str:
-    if command in _configs():
-        from lightning_rob.cli.options import build_parser  # jsonargparse takes a moment
-
-        return str(build_parser(command).format_help()).rstrip()
-    from lightning_rob.cli.help import run_help
-
-    return run_help(command)
-
-
 def _reads_records(command: str) -> bool:
     """Whether a command reads records, for which it needs neither torch nor Lightning."""
-    return command in _configs() and _configs()[command].receives == "records"
+    config = config_of(command)
+    return config is not None and config.reads_records
 
 
-def _configs() -> Any:
-    """Return the options of the commands, which the list of commands does not need."""
-    return import_module("lightning_rob.commands.configs").CONFIGS
-
-
-def _run(args: list[str]) -> None:
+def _run(command: str, *args: str) -> None:
     """Run a command, and turn its errors into one line and an exit code."""
+    import yaml
+
+    from lightning_rob.cli.options import parse_records, read_command_line
+
     try:
-        _read_records(*args) if _reads_records(args[0]) else _compute(args)
-    except (InputError, Fault) as error:
+        if _reads_records(command):
+            import_module(f"lightning_rob.commands.{command}").run(parse_records(command, args))
+        else:
+            _compute(read_command_line(command, *args))
+    except (InputError, ValueError, OSError, ModuleNotFoundError, yaml.YAMLError, Fault) as error:
         if os.environ.get("LIGHTNING_ROB_DEBUG"):
             raise
-        code = 2 if isinstance(error, InputError) else 1
+        code = 1 if isinstance(error, Fault) else 2
         _fail(str(error), code, at_once=isinstance(error, LostRank))
 
 
-def _read_records(command: str, *args: str) -> None:
-    """Run a command of records."""
-    from lightning_rob.cli.options import parse_records
-
-    try:
-        options = parse_records(command, args)
-        import_module(f"lightning_rob.commands.{command}").run(options)
-    except (ValueError, OSError) as error:
-        raise InputError(str(error)) from error
-
-
-def _compute(args: list[str]) -> None:
+def _compute(line: "CommandLine") -> None:
     """Run a command that needs torch, once it is clear that it can be run."""
-    from lightning_rob.cli.options import read_command_line
-    from lightning_rob.recipes.trust import allow_imports
-
-    args = read_command_line(*args)
     if sys.stderr.isatty() and os.environ.get("LOCAL_RANK", "0") == "0":
         # A file or a pipe keeps to the results and errors, of which an error is one line.
-        print(f"lightning-rob {args[0]}: loading PyTorch …", file=sys.stderr, flush=True)
+        print(f"lightning-rob {line.command}: loading PyTorch …", file=sys.stderr, flush=True)
     tune_process()
     from lightning_rob.cli.commands import run_command
+    from lightning_rob.recipes.trust import allow_imports
     from lightning_rob.runtime.processes import handle_signals
 
-    with handle_signals(), allow_imports(args) as rest:
-        run_command(rest)
+    with handle_signals(), allow_imports(line.allowed):
+        run_command(line)
 
 
 def _fail(message: str, code: int = 2, at_once: bool = False) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Options of commands: parsers and help pages generated from dataclasses; imports no torch."""
+"""The command line as it is read before torch is imported: names replaced, options parsed."""
 
 import re
 from argparse import Action, RawDescriptionHelpFormatter
@@ -9,17 +9,26 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 import jsonargparse
-import yaml
 
-from lightning_rob.cli.configs import config_file, is_inline, read_config
 from lightning_rob.cli.errors import shorten_jsonargparse_error
-from lightning_rob.cli.spelling import refuse_misspelt, refuse_unknown
-from lightning_rob.commands.configs import CONFIGS, CommandConfig
+from lightning_rob.cli.spelling import PARTS, check_recipe, refuse_unknown
+from lightning_rob.commands.config import CommandConfig, config_of
 from lightning_rob.commands.specs import short
-from lightning_rob.recipes.safe_yaml import load, parse_fraction_arg, plain_yaml
-from lightning_rob.recipes.shipped import find_recipe
+from lightning_rob.recipes.plugins import expand, expand_recipe
+from lightning_rob.recipes.safe_yaml import (
+    load,
+    load_file,
+    one_line,
+    parse_fraction_arg,
+    reading_recipes,
+)
+from lightning_rob.recipes.shipped import find_checkpoint, find_recipe, shipped_folder
 from lightning_rob.recipes.trust import OPTION
-from lightning_rob.runtime.errors import InputError
+from lightning_rob.runtime.errors import InputError, nearest
+
+NAMED = ("best", "last", "hpc", "null", "")  # checkpoints that are no files
+CONFIG = ("--config", "-c")
+WITHOUT_VALUE = re.compile(r"-h|--help|--print_config")
 
 
 @dataclass
@@ -42,9 +51,215 @@ class RunOptions:
 OF_RUN = {  # options of `fit`, `test` and others that have no dots
     *("config", "print_config", "help", "seed_everything", "ckpt_path", "verbose"),
     *("weights_only", "return_predictions", OPTION.removeprefix("--")),
-    *(field.name for field in fields(RunOptions)),
+    *(option.name for option in fields(RunOptions)),
 }
-WITHOUT_VALUE = re.compile(r"-h|--help|--print_config")
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """A command line whose names exist.
+
+    Args:
+        command: the command.
+        given: arguments as they were given.
+        args: arguments of the parser: values are joined, short names replaced by files and
+            plug-ins by their callbacks, fractions by numbers.
+        parts: content that each argument adds to the recipe, in order.
+        allowed: prefixes of `--allow-import`.
+        options: the command's own options; None for `fit` and others of Lightning, and where a page
+            is asked for.
+    """
+
+    command: str
+    given: tuple[str, ...]
+    args: list[str]
+    parts: list[dict[str, Any]]
+    allowed: list[str]
+    options: Any = None
+
+    @property
+    def checkpoint(self) -> str | None:
+        """Value of `--ckpt_path`."""
+        given = [arg for arg in self.args if arg.startswith("--ckpt_path=")]
+        return given[-1].partition("=")[2] if given else None
+
+
+def read_command_line(command: str, *args: str) -> CommandLine:
+    """Read the command line of a command that needs torch.
+
+    An argument without a name is the checkpoint: `--ckpt_path`, or `--run` of `monitor`.
+
+    Raises:
+        InputError: a name does not exist.
+        ValueError, ModuleNotFoundError, yaml.YAMLError: an option has no meaning.
+    """
+    config = config_of(command)
+    kinds = option_types(config) if config else {}
+    name = config.positional if config else "ckpt_path"
+    joined = join_values(args, kinds)
+    unnamed = [arg for arg in joined if not arg.startswith("-")]
+    if unnamed and (len(unnamed) > 1 or not name):
+        raise InputError(f"{command} takes {unnamed[-1]!r} only as the value of an option")
+    if unnamed and find_recipe(unnamed[0]) and not Path(unnamed[0]).exists():
+        raise InputError(f"{unnamed[0]} is a recipe: --config {unnamed[0]}")
+    joined = [arg if arg.startswith("-") else f"--{name}={arg}" for arg in joined]
+    allowed = [arg.partition("=")[2] for arg in joined if arg.partition("=")[0] == OPTION]
+    joined = [arg for arg in joined if arg.partition("=")[0] != OPTION]
+    known = {*OF_RUN, *PARTS, *(option.removeprefix("--") for option in kinds)}
+    refuse_unknown(joined, known)
+    read = [_read_argument(arg, known, kinds) for arg in joined]
+    parts = [part for _, part in read]
+    options = None
+    if config and not any(map(asks_for_page, joined)):
+        options = _own_options(command, config, [arg for arg, _ in read], parts)
+    line = CommandLine(command, args, [arg for arg, _ in read], parts, allowed, options)
+    path = line.checkpoint
+    if path and name == "run":
+        raise InputError(f"{command} takes the checkpoints of its run: leave out --ckpt_path")
+    if path is not None and path not in NAMED and not Path(path).exists():
+        folder = Path(path).parent
+        near = map(str, folder.iterdir()) if folder.is_dir() else ()
+        raise InputError(f"there is no checkpoint {path}{nearest(path, near)}")
+    check_recipe(parts, allowed)
+    return line
+
+
+def _read_argument(arg: str, known: set[str], kinds: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return an argument for the parser, and the content that it adds to the recipe."""
+    option, equals, value = arg.partition("=")
+    if option == "--trainer.callbacks":
+        raise InputError("write --trainer.callbacks+=…: without + it drops those before it")
+    if not equals:
+        return arg, {}
+    if option in CONFIG:
+        file = find_recipe(value)
+        content = _read_config(value, file, known)
+        folder = file.resolve().parent if file else Path()
+        return f"{option}={file or value}", expand_recipe(content, folder)
+    if option == "--trainer.callbacks+":
+        callbacks = expand(_content(value), Path())
+        return f"{option}={one_line(callbacks)}", {"trainer": {"callbacks+": callbacks}}
+    if option == "--ckpt_path":
+        return f"{option}={find_checkpoint(value)}", {}
+    if not allows(kinds.get(option.rstrip("+")), str):
+        arg = parse_fraction_arg(arg)
+    keys = [key for key in option.removeprefix("--").split(".") if key != "init_args"]
+    if keys[0] not in PARTS:
+        return arg, {}
+    content = _content(value)
+    for key in reversed(keys[:-1] if keys[-1] == "help" else keys):
+        content = {key: content}
+    return arg, content
+
+
+def _content(value: str) -> Any:
+    """Return the content of an option's value that is a list or mapping; a name as it is."""
+    return load(value) if re.search(r"[\n{[]|: ", value) else value
+
+
+def _read_config(value: str, file: Path | None, known: set[str]) -> dict[str, Any]:
+    """Return the content of a configuration, given as a file or as YAML.
+
+    Raises:
+        InputError: it cannot be read, is not a mapping of known keys, or drops earlier callbacks.
+    """
+    if file is None and re.search(r"\n|: |^\s*\{", value):
+        content = load(value)
+    elif file is None and not Path(value).exists():
+        recipes = [path.stem for path in (shipped_folder() / "configs").rglob("*.yaml")]
+        hint = nearest(Path(value).stem, recipes, ": lightning-rob recipes lists those by name")
+        raise InputError(f"there is no recipe {value}{hint}")
+    else:
+        content = load_file(file or Path(value), "a configuration file")
+    if not isinstance(content, dict):
+        start = value if file is None else file.read_text(encoding="utf-8")
+        raise InputError(f"{value} must hold keys such as model and trainer, got {start[:40]!r}")
+    for key in content:
+        if key not in known:
+            raise InputError(f"{value:.200}: there is no key {key!r}{nearest(str(key), known)}")
+    trainer = content.get("trainer") or {}
+    if not isinstance(trainer, dict):
+        raise InputError(f"{value}: trainer must hold keys, got {trainer!r:.40}")
+    if "callbacks" in trainer:
+        raise InputError(
+            f"{value}: write `callbacks+:` under `trainer:`; "
+            "a plain `callbacks:` silently drops those that came before it"
+        )
+    return content
+
+
+def _own_options(
+    command: str, config: type[CommandConfig], args: list[str], parts: list[dict[str, Any]]
+) -> Any:
+    """Return the command's own options; those of the command line override those of files."""
+    kinds = option_types(config)
+    found: dict[str, Any] = {}
+    for arg, content in zip(args, parts, strict=True):
+        if arg.partition("=")[0] in CONFIG:
+            found |= config.from_recipe(content)
+            found |= {key: value for key, value in content.items() if f"--{key}" in kinds}
+    own = [arg for arg in args if arg.partition("=")[0].rstrip("+") in kinds]
+    parser = build_parser(command, config)
+    with reading_recipes():
+        parsed = parser.parse_args(own, parser.parse_object(found))
+    return config(**{option.name: parsed[option.name] for option in fields(config)})
+
+
+def parse_records(command: str, args: Sequence[str]) -> Any:
+    """Return the options of a command that reads records.
+
+    Raises:
+        InputError: the command line has no meaning.
+        ValueError: an option has no meaning.
+    """
+    config: Any = config_of(command)
+    joined = join_values(args, option_types(config))
+    refuse_unknown(joined, (option.name for option in fields(config)))
+    parsed = build_parser(command, config).parse_args(joined)
+    options = {option.name: parsed[option.name] for option in fields(config)}
+    return config(**options | {config.positional: tuple(options[config.positional])})
+
+
+def asks_for_page(arg: str) -> bool:
+    """Return whether an argument asks for help or the configuration, in place of a run."""
+    return bool(re.match(r"--(print_config|([\w.]+\.)?help)\b", arg))
+
+
+def option_types(config: type[CommandConfig]) -> dict[str, Any]:
+    """Return the type of each option of a command."""
+    kinds = get_type_hints(config)
+    return {f"--{option.name}": kinds[option.name] for option in fields(config)}
+
+
+def join_values(args: Sequence[str], kinds: dict[str, Any]) -> list[str]:
+    """Write every `--name VALUE` as `--name=VALUE`, so that the value may begin with a minus sign.
+
+    A command's `--flag` becomes `--flag=true`, `--name VALUE` of a list becomes `--name+=VALUE`,
+    and `--two-words` becomes `--two_words`.
+
+    Args:
+        args: the arguments.
+        kinds: types of the command's own options.
+    """
+    joined, rest = [], list(args)
+    while rest:
+        name, equals, value = rest.pop(0).partition("=")
+        if name != OPTION and re.fullmatch(r"--[\w-]+", name):
+            name = "--" + name[2:].replace("-", "_")
+        kind = kinds.get(name)
+        follows = bool(rest) and not rest[0].startswith("--")
+        if kind is bool and not equals:
+            equals, value = "=", rest.pop(0) if rest and rest[0] in ("true", "false") else "true"
+        elif name.startswith("-") and not equals and follows and not WITHOUT_VALUE.fullmatch(name):
+            equals, value = "=", rest.pop(0)
+        plus = "+" if equals and allows(kind, list) else ""
+        joined.append(f"{name}{plus}{equals}{value}")
+    return joined
+
+
+def allows(kind: Any, wanted: type) -> bool:
+    """Return whether an option's type is the wanted one, or a union with it."""
+    return any(wanted in (part, get_origin(part)) for part in (kind, *get_args(kind)))
 
 
 class Formatter(RawDescriptionHelpFormatter):
@@ -69,155 +284,18 @@ class OptionParser(jsonargparse.ArgumentParser):
         raise InputError(shorten_jsonargparse_error(message)) from ex
 
 
-def build_parser(command: str) -> OptionParser:
+def build_parser(command: str, config: type[CommandConfig]) -> OptionParser:
     """Build the parser of a command's own options."""
-    config = CONFIGS[command]
     parser = OptionParser(
         usage=f"lightning-rob {command} {config.usage}",
         description=cleandoc(config.__doc__ or "").partition("\n\nArgs:")[0],
         formatter_class=Formatter,
         add_help=False,
     )
-    parser.add_class_arguments(config, as_group=False, skip=set(positional(config)))
-    for name in positional(config):
+    named = {config.positional} if config.reads_records else set()
+    parser.add_class_arguments(config, as_group=False, skip=named)
+    for name in named:
         described = re.search(rf"^ +{name}: (.*)$", config.__doc__ or "", re.M)
         kind = get_args(get_type_hints(config)[name])[0]
         parser.add_argument(name, nargs="*", type=kind, help=described[1] if described else "")
     return parser
-
-
-def positional(config: type[CommandConfig]) -> list[str]:
-    """Return the name of the field that takes all arguments without a name, if there is one."""
-    return [fields(config)[0].name] if config.receives == "records" else []
-
-
-def read_command_line(command: str, *args: str) -> list[str]:
-    """Return the command line of a command that needs torch, with joined values.
-
-    An argument without a name is the checkpoint: `--ckpt_path`, or `--run` of `monitor`.
-
-    Raises:
-        InputError: the command line has no meaning.
-    """
-    config = CONFIGS.get(command)
-    read = join_values(args, config)
-    own = own_names(config) if config else []
-    unnamed = [arg for arg in read if not arg.startswith("-")]
-    if unnamed and (len(unnamed) > 1 or command in ("tune", "bpda")):
-        raise InputError(f"{command} takes {unnamed[-1]!r} only as the value of an option")
-    if unnamed and find_recipe(unnamed[0]) and not Path(unnamed[0]).exists():
-        raise InputError(f"{unnamed[0]} is a recipe: --config {unnamed[0]}")
-    name = "run" if "run" in own else "ckpt_path"
-    if name == "run" and any(re.match(r"--ckpt_path(=|$)", arg) for arg in read):
-        raise InputError(f"{command} takes the checkpoints of its run: leave out --ckpt_path")
-    read = [arg if arg.startswith("-") else f"--{name}={arg}" for arg in read]
-    try:
-        refuse_unknown(read, [*OF_RUN, *own, "model", "data", "trainer"])
-        if config and not any(asks_for_page(arg) for arg in read):
-            parse_options(command, read)
-        refuse_misspelt(read, [*OF_RUN, *own])
-    except (ValueError, ModuleNotFoundError, yaml.YAMLError) as error:
-        raise InputError(str(error)) from error
-    return [command, *read]
-
-
-def asks_for_page(arg: str) -> bool:
-    """Whether an argument asks for help or the configuration, in place of a run."""
-    return bool(re.match(r"--(print_config|([\w.]+\.)?help)\b", arg))
-
-
-def parse_records(command: str, args: Sequence[str]) -> Any:
-    """Return the options of a command that reads records.
-
-    Raises:
-        InputError: the command line has no meaning.
-        ValueError: an option has no meaning.
-    """
-    config = CONFIGS[command]
-    args = join_values(args, config)
-    refuse_unknown(args, own_names(config))
-    parsed = build_parser(command).parse_args(args)
-    options = {field.name: parsed[field.name] for field in fields(config)}
-    return config(**options | {name: tuple(options[name]) for name in positional(config)})
-
-
-def parse_options(command: str, args: Sequence[str]) -> Any:
-    """Return a command's own options, of the command line and of its configuration files.
-
-    Args:
-        command: the command.
-        args: its command line with joined values; options of other parsers are ignored.
-
-    Raises:
-        InputError: the command line has no meaning.
-        ValueError: an option has no meaning.
-    """
-    kinds = option_types(CONFIGS[command])
-    own = [a for a in args if config_file(a) or a.partition("=")[0].rstrip("+") in kinds]
-    return parse(build_parser(command), command, own)[0]
-
-
-def parse(
-    parser: jsonargparse.ArgumentParser, command: str, args: Sequence[str], *keys: str
-) -> tuple[Any, Any]:
-    """Return a command's options and all that was parsed.
-
-    Args:
-        parser: parser of the command's options, and others.
-        command: the command.
-        args: its command line with joined values.
-        *keys: keys of recipes that are parsed beside the command's options.
-    """
-    config, kinds = CONFIGS[command], option_types(CONFIGS[command])
-    files: Any = jsonargparse.ActionConfigFile  # type: ignore[attr-defined]
-    parser.add_argument("--config", "-c", action=files, help="A recipe.")
-    spelled = []
-    for arg in args:
-        if path := config_file(arg):
-            recipe = load(path) if is_inline(path) else read_config(path)
-            part = {k: v for k, v in recipe.items() if k in (*keys, *own_names(config))}
-            arg = f"--config={yaml.safe_dump(config.from_recipe(recipe) | part)}"
-        is_text = allows(kinds.get(arg.partition("=")[0].rstrip("+")), str)
-        spelled.append(arg if is_text else parse_fraction_arg(arg))
-    with plain_yaml():
-        parsed = parser.parse_args(spelled)
-    return config(**{name: parsed[name] for name in own_names(config)}), parsed
-
-
-def own_names(config: type[CommandConfig]) -> list[str]:
-    """Return the names of a command's own options."""
-    return [field.name for field in fields(config)]
-
-
-def option_types(config: type[CommandConfig]) -> dict[str, Any]:
-    """Return the type of each option of a command."""
-    kinds = get_type_hints(config)
-    return {f"--{field.name}": kinds[field.name] for field in fields(config)}
-
-
-def join_values(args: Sequence[str], config: type[CommandConfig] | None = None) -> list[str]:
-    """Write every `--name VALUE` as `--name=VALUE`.
-
-    So the value may begin with a minus sign. A command's `--flag` becomes `--flag=true`,
-    `--name VALUE` of a list becomes `--name+=VALUE`, and `--two-words` becomes `--two_words`.
-    """
-    kinds = option_types(config) if config else {}
-    joined, rest = [], list(args)
-    while rest:
-        name, equals, value = rest.pop(0).partition("=")
-        if name != OPTION and re.fullmatch(r"--[\w-]+", name):
-            name = "--" + name[2:].replace("-", "_")
-        kind = kinds.get(name)
-        follows = bool(rest) and not rest[0].startswith("--")
-        if kind is bool and not equals:
-            equals, value = "=", rest.pop(0) if rest and rest[0] in ("true", "false") else "true"
-        elif name.startswith("-") and not equals and follows and not WITHOUT_VALUE.fullmatch(name):
-            equals, value = "=", rest.pop(0)
-        plus = "+" if equals and allows(kind, list) else ""
-        joined.append(f"{name}{plus}{equals}{value}")
-    return joined
-
-
-def allows(kind: Any, wanted: type) -> bool:
-    """Return whether an option's type is the wanted one, or a union with it."""
-    return any(wanted in (part, get_origin(part)) for part in (kind, *get_args(kind)))

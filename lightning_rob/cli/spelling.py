@@ -13,17 +13,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lightning_rob.cli.configs import NAMED, check_configs, config_file, is_inline, read_config
-from lightning_rob.recipes.plugins import expand_recipe, resolve_names
-from lightning_rob.recipes.safe_yaml import load, load_file
 from lightning_rob.recipes.shipped import shipped_folder
-from lightning_rob.recipes.trust import OPTION, TRUSTED_PARTS, VARIABLE
+from lightning_rob.recipes.trust import TRUSTED_PARTS, VARIABLE
 from lightning_rob.runtime.errors import InputError, nearest
 
 SUGGESTED = ("modules", "data", "attacks", "callbacks", "nets", "defenses", "transforms", "loggers")
 PLACES = ("model", "data", "trainer.callbacks", "trainer.logger")  # of a class by its name
 OF_TORCH = ("OptimizerCallable", "LRSchedulerCallable")  # types: `Adam` is not the attack's
-CLASSES = {"model": "modules", "data": "data", "trainer": ""}  # folder of each part of a recipe
+PARTS = {"model": "modules", "data": "data", "trainer": ""}  # of a recipe, and their folders
+BESIDE = ("class_path", "dict_kwargs")  # keys of an object beside its arguments
 
 
 def refuse_unknown(args: Sequence[str], known: Iterable[str]) -> None:
@@ -44,61 +42,29 @@ def refuse_unknown(args: Sequence[str], known: Iterable[str]) -> None:
             raise InputError(f"there is no option {name}{hint}")
 
 
-def refuse_misspelt(args: Sequence[str], known: Iterable[str]) -> None:
-    """Refuse the first option, class, plug-in or recipe of a command line that does not exist.
+def check_recipe(parts: Iterable[dict[str, Any]], allowed: Sequence[str] = ()) -> None:
+    """Refuse the first class or argument of a recipe that does not exist.
 
     Args:
-        args: a command line with joined values, without the command.
-        known: names of the options beside those of model, data and trainer.
+        parts: contents of configuration files and options, of which later ones override.
+        allowed: prefixes of other packages; then any class may be meant.
 
     Raises:
         InputError: there is nothing of this name; says the nearest one.
     """
-    known = {*known, *CLASSES}
-    refuse_unknown(args, known)
-    args = resolve_names(args)
-    check_configs(args)
     recipe: dict[str, Any] = {"trainer": "Trainer"}
-    for arg in args:
-        _check_file(*arg.partition("=")[::2])
-        recipe = _merged(recipe, _content(arg, known))
-    foreign = bool(os.environ.get(VARIABLE)) or any(arg.startswith(OPTION) for arg in args)
-    for part, folder in CLASSES.items():
-        content = recipe.get(part)
+    for part in parts:
+        recipe = _merged(recipe, part)
+    foreign = bool(allowed or os.environ.get(VARIABLE))
+    for place, folder in PARTS.items():
+        content = recipe.get(place)
         if isinstance(content, dict) and "class_path" not in content and not foreign:
-            _check_keys(content, _of_folder(folder), f"no {part} has an option", part)
-        _check(content, part, "", foreign)
-
-
-def _check_file(option: str, path: str) -> None:
-    """Refuse a checkpoint that does not exist."""
-    if option == "--ckpt_path" and path not in (*NAMED, "null", "") and not Path(path).exists():
-        folder = Path(path).parent
-        known = [str(file) for file in folder.iterdir()] if folder.is_dir() else []
-        raise InputError(f"there is no checkpoint {path}{nearest(path, known)}")
-
-
-def _content(arg: str, known: set[str]) -> dict[str, Any]:
-    """Return what an argument adds to the recipe; {} for an option of the command itself."""
-    option, equals, value = arg.partition("=")
-    content: Any
-    if path := config_file(arg):
-        content = load(path) if is_inline(path) else read_config(path)
-        for key in content if isinstance(content, dict) else ():
-            if key not in known:
-                hint = nearest(str(key), known)
-                raise InputError(f"{path:.200}: there is no key {key!r}{hint}")
-        if not is_inline(path):
-            folder = Path(path).resolve().parent
-            content = load(expand_recipe(Path(path).read_text("utf-8"), folder))
-        return content if isinstance(content, dict) else {}
-    keys = [key for key in option.removeprefix("--").split(".") if key != "init_args"]
-    if keys[0].rstrip("+") not in CLASSES or not equals:
-        return {}
-    content = load(value) if re.search(r"[\n{[]|: ", value) else value
-    for key in reversed(keys[:-1] if keys[-1] == "help" else keys):
-        content = {key: content}
-    return dict(content)
+            # The class is named by a checkpoint, which is read later.
+            homes = {name: {f.parts[-2] for f in files} for name, files in _files().items()}
+            names = (name for name, folders in homes.items() if folder in folders)
+            known = {argument for name in names for argument in arguments_of(name) or ()}
+            _check_keys(content, known, f"no {place} has an option", place)
+        _check(content, place, "", foreign)
 
 
 def _merged(old: Any, new: Any) -> Any:
@@ -110,20 +76,18 @@ def _merged(old: Any, new: Any) -> Any:
     arguments = new.get("init_args")
     new = {k: v for k, v in new.items() if k != "init_args"}
     new |= arguments if isinstance(arguments, dict) else {}
-    if isinstance(old, str):  # the file of a plug-in, or a class
-        old = load_file(Path(old), "a plug-in") if Path(old).is_file() else {"class_path": old}
-    old = _merged(None, old) if isinstance(old, dict) else {}
-    if new.get("class_path", old.get("class_path")) != old.get("class_path"):
-        old = {}
-    merged = dict(old)
+    old = {"class_path": old} if isinstance(old, str) else old
+    merged = dict(_merged(None, old)) if isinstance(old, dict) else {}
+    if new.get("class_path", merged.get("class_path")) != merged.get("class_path"):
+        merged = {}
     for key, value in new.items():
         name = str(key).rstrip("+")
         before = merged.get(name)
-        if name != key:
+        if name == key:
+            merged[name] = _merged(before, value)
+        else:
             listed = value if isinstance(value, list) else [value]
             merged[name] = [*(before if isinstance(before, list) else []), *listed]
-        else:
-            merged[name] = _merged(before, value)
     return merged
 
 
@@ -140,48 +104,49 @@ def _check(value: Any, place: str, annotation: str, foreign: bool) -> None:
         for part in value:
             _check(_merged(None, part), place, annotation, foreign)
     elif isinstance(value, str):
-        if place == "trainer.callbacks" and Path(value).is_file():
-            _check(_merged(None, load_file(Path(value), "a plug-in")), place, "", foreign)
-        elif place in PLACES or _wants_class(annotation):
-            if value not in ("true", "false", "null"):
-                _check_class(value, foreign)
-        elif (choices := _choices(annotation)) and value not in choices:
-            wanted = ", ".join(choices)
-            raise InputError(f"--{place} must be one of {wanted}, got {value!r}")
+        # A text is the name of a class where the type is one.
+        words = {*re.findall(r"\w+", annotation)}
+        is_class = not {"str", "Literal"} & words and words & {"Callable", *_files()}
+        if (place in PLACES or is_class) and value not in ("true", "false", "null"):
+            _check_class(value, foreign)
     elif isinstance(value, dict):
         name = value.get("class_path")
-        if isinstance(name, str):
+        if name is None and annotation:
+            # A dataclass, such as Threat, needs no class_path.
+            plain = annotation.removesuffix(" | None")
+            nodes = _definitions(plain)
+            name = plain if nodes and _is_dataclass(nodes[0]) and not nodes[0].bases else None
+        elif isinstance(name, str):
             _check_class(name, foreign)
+        arguments: dict[str, str] | None = None
         if values := re.fullmatch(r"(?:dict|Mapping)\[str, (\w+)\].*", annotation):
-            arguments: dict[str, str] | None = dict.fromkeys(value, values[1])
-        elif annotation in OF_TORCH:
-            arguments = None
-        else:
-            arguments = arguments_of(name if isinstance(name, str) else _plain(annotation))
+            arguments = dict.fromkeys(value, values[1])
+        elif annotation not in OF_TORCH and isinstance(name, str):
+            arguments = arguments_of(name)
         if arguments is not None:
-            short = str(name or _plain(annotation)).rpartition(".")[2]
+            short = str(name).rpartition(".")[2]
             _check_keys(value, arguments, f"{short} has no option", place)
         for key, part in value.items():
-            if key not in ("class_path", "dict_kwargs"):
+            if key not in BESIDE:
                 _check(part, f"{place}.{key}", (arguments or {}).get(key, ""), foreign)
 
 
 def _check_keys(value: dict[str, Any], known: Iterable[str], reason: str, place: str) -> None:
     for key in value:
-        if key not in (*known, "class_path", "dict_kwargs"):
+        if key not in (*known, *BESIDE):
             hint = nearest(str(key), known, "; --help all lists them")
             raise InputError(f"--{place}.{key}: {reason} {key!r}{hint}")
 
 
 def _check_class(name: str, foreign: bool) -> None:
     """Refuse a name that no trusted package defines."""
+    is_file = "/" in name or name.endswith(".yaml")
     own = name.startswith("lightning_rob.")
-    is_path = "/" in name or name.endswith(".yaml")
     # Names of other packages need their module, unless something has imported it.
-    if not is_path and not own and (foreign or not name.isidentifier() or "torch" in sys.modules):
+    if not is_file and not own and (foreign or not name.isidentifier() or "torch" in sys.modules):
         return
     short = name.rpartition(".")[2]
-    if is_path or (short not in _files() and short not in _trusted_names()):
+    if is_file or (short not in _files() and short not in _trusted_names()):
         raise InputError(unknown_class(name))
 
 
@@ -195,20 +160,6 @@ def unknown_class(name: str) -> str:
     return f"nothing here is called {name!r}{hint}"
 
 
-def _choices(annotation: str) -> tuple[str, ...]:
-    """Return the texts that a type allows; none if it allows others too."""
-    listed = re.fullmatch(r"Literal\[([^]]*)\](?: \| None)?", annotation)
-    return tuple(map(str, ast.literal_eval(f"({listed[1]},)"))) if listed else ()
-
-
-def _wants_class(annotation: str) -> bool:
-    """Return whether a text for an argument of this type is the name of a class."""
-    words = re.findall(r"\w+", annotation)
-    return not {"str", "Literal"} & {*words} and any(
-        word == "Callable" or word in _files() for word in words
-    )
-
-
 def _folder(package: str) -> Path:
     """Return the folder of a package without importing it; an empty one if it is not there."""
     spec = find_spec(package)
@@ -219,7 +170,7 @@ def _folder(package: str) -> Path:
 @cache
 def _trusted_names() -> set[str]:
     """Return all names that a trusted package defines."""
-    found = {path.stem for path in (shipped_folder() / "callbacks").glob("*.yaml")}
+    found = set()
     for package, parts in TRUSTED_PARTS.items():
         package, _, folder = package.partition(".")
         for part in parts if package != "lightning_rob" else [""]:
@@ -249,54 +200,36 @@ def _definitions(name: str) -> list[ast.ClassDef]:
     return [node for node in nodes if isinstance(node, ast.ClassDef) and node.name == name]
 
 
-def arguments_of(path: str | None) -> dict[str, str] | None:
+def _is_dataclass(node: ast.ClassDef) -> bool:
+    return any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
+
+
+def arguments_of(path: str) -> dict[str, str] | None:
     """Return the type of each argument of a class, as source; None if that cannot be known.
 
     Args:
         path: import path of the class, or its name.
     """
-    if not path or ("." in path and not path.startswith(("lightning_rob.", "lightning."))):
+    nodes = _definitions(path.rpartition(".")[2])
+    if ("." in path and not path.startswith(("lightning_rob.", "lightning."))) or not nodes:
         return None
-    arguments = [_arguments(node) for node in _definitions(path.rpartition(".")[2])]
-    if not arguments or None in arguments:
-        return None
-    return {name: kind for own in arguments for name, kind in (own or {}).items()}
-
-
-def _arguments(node: ast.ClassDef) -> dict[str, str] | None:
-    """Return the arguments of a definition, those that it passes on to its bases included."""
-    found, passes_on = {}, True
-    init = [n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
-    if init:
-        given = init[0].args
-        listed = [*given.posonlyargs, *given.args, *given.kwonlyargs][1:]
-        found = {a.arg: ast.unparse(a.annotation) if a.annotation else "" for a in listed}
-        passes_on = given.kwarg is not None
-    elif _is_dataclass(node):
-        fields = [part for part in node.body if isinstance(part, ast.AnnAssign)]
-        pairs = ((ast.unparse(field.target), ast.unparse(field.annotation)) for field in fields)
-        found = {name: kind for name, kind in pairs if not kind.startswith("ClassVar")}
-    for base in node.bases if passes_on else ():
-        name = ast.unparse(base).partition("[")[0]
-        inherited = {} if name in ("ABC", "Protocol") else arguments_of(name)
-        if inherited is None:
-            return None
-        found = inherited | found
+    found: dict[str, str] = {}
+    for node in nodes:
+        init = [n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
+        passes_on = True
+        if init:
+            given = init[0].args
+            listed = [*given.posonlyargs, *given.args, *given.kwonlyargs][1:]
+            found |= {a.arg: ast.unparse(a.annotation) if a.annotation else "" for a in listed}
+            passes_on = given.kwarg is not None
+        elif _is_dataclass(node):
+            for part in node.body:
+                if isinstance(part, ast.AnnAssign) and "ClassVar" not in ast.unparse(part):
+                    found[ast.unparse(part.target)] = ast.unparse(part.annotation)
+        for base in node.bases if passes_on else ():
+            name = ast.unparse(base).partition("[")[0]
+            inherited = {} if name in ("ABC", "Protocol") else arguments_of(name)
+            if inherited is None:
+                return None
+            found = inherited | found
     return found
-
-
-def _is_dataclass(node: ast.ClassDef) -> bool:
-    return any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
-
-
-def _plain(annotation: str) -> str | None:
-    """Return the dataclass that a type is, which needs no `class_path`; None for other types."""
-    name = annotation.removesuffix(" | None")
-    nodes = _definitions(name)
-    return name if nodes and _is_dataclass(nodes[0]) and not nodes[0].bases else None
-
-
-def _of_folder(folder: str) -> set[str]:
-    """Return the arguments of all classes of a folder of this package."""
-    names = [name for name, files in _files().items() if any(f.parts[-2] == folder for f in files)]
-    return {argument for name in names for argument in arguments_of(name) or ()}

@@ -1,17 +1,76 @@
 """`lightning-rob audit`: test a checkpoint with an audit plugged in."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from lightning_rob.callbacks.audit import RobustAudit
-from lightning_rob.commands.base import Run, trained_threat
-from lightning_rob.commands.configs import AuditConfig
-from lightning_rob.threat import Threat
+from lightning_rob.commands.config import CommandConfig, at_least
+
+if TYPE_CHECKING:
+    from lightning_rob.commands.base import Run
+    from lightning_rob.threat import Threat
 
 DEFAULTS = {"linf": 8 / 255, "l2": 128 / 255}  # radius by norm
 
 
-def run(config: AuditConfig, run: Run) -> bool:
-    """Run the audit beside the callbacks of the run."""
+@dataclass(frozen=True)
+class AuditConfig(CommandConfig):
+    """Check a checkpoint for signs that its defense only seems robust.
+
+    Gradients that are zero, infinite or cut off; attacks that grow weaker with more
+    steps, or that noise and black-box attacks beat; randomness that no attack averages
+    over; non-finite predictions; an attack for this kind of defense that was not run.
+
+      lightning-rob audit last.ckpt --strict
+
+    Attacks plugged in with --trainer.callbacks+=NAME run too, and the audit
+    checks that the one made for this kind of defense is among them. It writes
+    audit.json into the run's folder.
+
+    Args:
+        eps: radius in pixel units, images span [0, 1]; else that of the training
+        norm: linf or l2; else that of the training
+        images: N test images, a random choice
+        steps: of the default PGD; other attacks take a multiple
+        queries: of the black-box Square Attack, per image
+        seed: of all noise, and of the choice of images
+        strict: exit with code 1 if something severe was found
+
+    Raises:
+        ValueError: another norm, a radius that holds no or every image, or a count below 1.
+    """
+
+    usage: ClassVar[str] = "CHECKPOINT [options of test]"
+
+    eps: float | None = None
+    norm: str | None = None
+    images: int = 100
+    steps: int = 20
+    queries: int = 1000
+    seed: int = 0
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        if self.norm not in ("linf", "l2", None):
+            raise ValueError(f"--norm must be linf or l2, got {self.norm}")
+        if self.eps is not None and not self.eps > 0:
+            raise ValueError(f"--eps must be above 0, got {self.eps:g}")
+        self.check_radius(self.norm)
+        at_least(1, images=self.images, steps=self.steps, queries=self.queries)
+        at_least(0, seed=self.seed)
+
+    def check_radius(self, norm: str | None) -> None:
+        """Refuse a radius that holds every image: in linf a gray one is in every other's ball."""
+        if norm == "linf" and self.eps is not None and self.eps >= 0.5:
+            raise ValueError(
+                f"--eps {self.eps:g} holds every image, for images span [0, 1]: "
+                f"did you mean {self.eps:g}/255?"
+            )
+
+
+def run(config: AuditConfig, run: "Run") -> bool:
+    """Run the audit beside the callbacks; return whether something severe is to be an error."""
+    from lightning_rob.callbacks.audit import RobustAudit
+
     if run.checkpoint is None:
         raise ValueError("say whose weights: lightning-rob audit CHECKPOINT")
     threat, reason = audited_threat(config, run.model)
@@ -32,8 +91,11 @@ def run(config: AuditConfig, run: Run) -> bool:
     return config.strict and audit.found is not None and audit.found.severe
 
 
-def audited_threat(config: AuditConfig, model: Any) -> tuple[Threat, str]:
+def audited_threat(config: AuditConfig, model: Any) -> tuple["Threat", str]:
     """Return the threat of an audit, by default the training's, and the reason for it."""
+    from lightning_rob.commands.base import trained_threat
+    from lightning_rob.threat import Threat
+
     trained = trained_threat(model)
     usable = trained and trained.norm in DEFAULTS and not trained.relative
     norm = config.norm or (str(trained.norm) if trained and usable else "linf")

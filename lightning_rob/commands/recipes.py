@@ -3,15 +3,16 @@
 import os
 import re
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lightning_rob.commands.configs import RecipesConfig
-from lightning_rob.recipes.safe_yaml import load
+from lightning_rob.commands.config import CommandConfig
 from lightning_rob.recipes.shipped import shipped_folder
 from lightning_rob.runtime.errors import InputError, nearest
 
@@ -26,6 +27,35 @@ PIPED = 100  # columns of a file or pipe, which has no width
 CARD = "README.md"  # of a trained network, whose folder is that of a run
 
 
+@dataclass(frozen=True)
+class RecipesConfig(CommandConfig):
+    """List the recipes, plug-ins and trained networks that are found by short name.
+
+      lightning-rob recipes                        all, with what each is for
+      lightning-rob recipes demo                   print a file; of a network, its card
+      lightning-rob recipes demo --copy            write it as demo.yaml here, to be edited
+      lightning-rob recipes digits_robust --copy   write the folder of this network's run
+
+    Args:
+        names: short names; none lists all
+        copy: write the files into the current folder
+
+    Raises:
+        ValueError: a copy of nothing.
+    """
+
+    positional: ClassVar[str] = "names"
+    reads_records: ClassVar[bool] = True
+    usage: ClassVar[str] = "[NAME ...] [options]"
+
+    names: tuple[str, ...] = ()
+    copy: bool = False
+
+    def __post_init__(self) -> None:
+        if self.copy and not self.names:
+            raise ValueError("say which recipe to copy: lightning-rob recipes demo --copy")
+
+
 def run(config: RecipesConfig) -> None:
     """List all files, print those that are named, or copy them into the current folder.
 
@@ -37,7 +67,7 @@ def run(config: RecipesConfig) -> None:
         if not (console.is_terminal or "COLUMNS" in os.environ):
             console.width = PIPED
         for kind, (folder, usage) in FOLDERS.items():
-            console.print(_table(kind, folder, usage, console.width))
+            console.print(_table(kind, folder, usage))
         return
     for path in [_file(name) for name in config.names]:
         if not config.copy:
@@ -78,16 +108,13 @@ def _file(name: str) -> Path:
     raise InputError(f"there is no recipe, plug-in or network {name!r}{hint}")
 
 
-def _table(kind: str, folder: str, usage: str, width: int) -> Table:
+def _table(kind: str, folder: str, usage: str) -> Table:
     title = f"{kind}: lightning-rob {usage}" if folder != "callbacks" else f"{kind}: {usage}"
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     table.add_column("name", no_wrap=True)
-    with_classes = folder == "configs" and width >= 120
-    for name in ("model", "data", "") if with_classes else ("",):
-        table.add_column(name)
+    table.add_column("")
     for name, path in shipped_files(folder).items():
-        classes = _classes(load(path.read_text(encoding="utf-8"))) if with_classes else ()
-        table.add_row(name, *classes, escape(summary(path)))
+        table.add_row(name, escape(summary(path)))
     return table
 
 
@@ -107,16 +134,3 @@ def first_sentence(text: str) -> str:
     comment = " ".join(lines).removeprefix("Mix-in: ")
     # A sentence ends before a capital letter; "et al." does not end one.
     return re.split(r"(?<=[.:])(?<!al\.) (?=[A-Z(])|: ", comment, maxsplit=1)[0].rstrip(".:")
-
-
-def _classes(content: object) -> tuple[str, str]:
-    """Return the classes of model and data of a recipe; of another file none."""
-    if not isinstance(content, dict):
-        return "", ""
-    model, data = (content.get(part) for part in ("model", "data"))
-    return _class(model), _class(data)
-
-
-def _class(part: object) -> str:
-    path = part.get("class_path", "") if isinstance(part, dict) else ""
-    return str(path).rpartition(".")[2]

@@ -18,8 +18,7 @@ def adp(logits: Tensor, y: Tensor, alpha: float, beta: float) -> Tensor:
     """Compute the regulariser alpha * entropy of the mean prediction + beta * log diversity.
 
     The ensemble diversity is det(M^T M): the squared volume spanned by the members' predictions,
-    each without the true class and of unit 2-norm (Pang et al. 2019, section 3). Everything is
-    computed from logits, because the small probabilities of a confident network round to zero.
+    each without the true class and of unit 2-norm (Pang et al. 2019, section 3).
 
     Args:
         logits: [M, B, K] of the members.
@@ -30,6 +29,7 @@ def adp(logits: Tensor, y: Tensor, alpha: float, beta: float) -> Tensor:
     Returns:
         [B], which training maximises.
     """
+    # All from logits, because the small probabilities of a confident network round to zero.
     logits = logits.float() if logits.itemsize < 4 else logits
     log_mean = logits.log_softmax(-1).logsumexp(0) - math.log(len(logits))
     entropy = -(log_mean.exp() * log_mean).sum(-1)
@@ -56,20 +56,14 @@ class ADP(JointTraining):
     """
 
     def __init__(
-        self,
-        net: Callable[[], nn.Module],
-        alpha: float = 2.0,
-        beta: float = 0.5,
-        **options: Any,
+        self, net: Callable[[], nn.Module], alpha: float = 2.0, beta: float = 0.5, **options: Any
     ) -> None:
         super().__init__(net, **options)
         self.alpha, self.beta = alpha, beta
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Return summed cross-entropies minus the regulariser, averaged over images."""
-        if self.attack is not None:
-            x = self.attack(self.defense, x, y, self.noise)
-        logits = self.defense.logits(x)
+        logits = self.defense.logits(self.attacked(x, y))
         check_labels(y, logits.shape[-1])
         losses = cross_entropy(logits, y).sum(0)
         return (losses - adp(logits, y, self.alpha, self.beta)).mean()

@@ -26,6 +26,7 @@ from lightning_rob.objectives import (
 )
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import expectation
+from lightning_rob.runtime.errors import at_least
 
 PERTURBABLE = ("32-true", "64-true", "bf16-mixed")  # weights of 16 bits round small changes away
 
@@ -79,24 +80,26 @@ class AdversarialTraining(RobustModule):
         super().__init__(optimizer, lr_scheduler)
         if not 0 < fraction <= 1:
             raise ValueError(f"fraction must be in (0, 1], got {fraction}")
-        _check_loss(attack, fraction, trades_beta, mart_beta)
+        given = f"got {attack} and fraction {fraction}"
+        if trades_beta is not None and mart_beta is not None:
+            raise ValueError(f"give trades_beta {trades_beta} or mart_beta {mart_beta}, not both")
+        # Without a random start the divergence has no gradient: the image is its own target.
+        climbs = is_pgd(attack) and attack.random_start
+        if trades_beta is not None and (fraction != 1 or not climbs):
+            raise ValueError(f"TRADES needs a PGD attack with random_start and fraction 1, {given}")
+        if mart_beta is not None and (fraction != 1 or attack is None):
+            raise ValueError(f"MART needs an attack and fraction 1, {given}")
         if awp is not None and not awp > 0:
             raise ValueError(f"awp must be a positive share such as 0.005, got {awp}")
+        at_least(1, draws=draws)
         self.net = (net(),)  # a tuple: a second submodule would save the weights twice
         self.defense = defense(self.net[0])
         if (trades_beta, mart_beta) != (None, None) and self.defense.kind != "single":
             name = "MART" if trades_beta is None else "TRADES"
             raise ValueError(f"{name} is for a single network, got {type(self.defense).__name__}")
-        if draws is not None and draws < 1:
-            raise ValueError(f"draws must be at least 1, got {draws}")
-        self.attack = attack
-        self.fraction = fraction
-        self.trades_beta = trades_beta
-        self.mart_beta = mart_beta
-        self.awp = awp
-        self.draws = draws
-        self.criterion = criterion
-        self.weights = weights
+        self.attack, self.fraction = attack, fraction
+        self.trades_beta, self.mart_beta, self.awp = trades_beta, mart_beta, awp
+        self.draws, self.criterion, self.weights = draws, criterion, weights
 
     @property
     def method(self) -> str:
@@ -109,11 +112,7 @@ class AdversarialTraining(RobustModule):
             load_weights(self.net[0], self.weights)
 
     def check_trainer(self, trainer: Trainer) -> None:
-        """Refuse precisions in which a weight perturbation would be lost or overflow.
-
-        Raises:
-            MisconfigurationException: `awp` with weights or gradients of 16 bits.
-        """
+        """Refuse precisions in which a weight perturbation would be lost or overflow."""
         if self.awp is not None and trainer.precision not in PERTURBABLE:
             raise MisconfigurationException(
                 f"awp is for precision {', '.join(PERTURBABLE)}, got {trainer.precision}"
@@ -122,7 +121,7 @@ class AdversarialTraining(RobustModule):
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the cross-entropy on the batch, `fraction` of it attacked, or TRADES' or MART's.
 
-        With `awp` the loss is that of the perturbed weights; its gradient is of the weights.
+        With `awp` it is the loss at the perturbed weights, and so is its gradient.
         """
         batch = (x, self._perturbed(x, y), y)
         if self.awp is None:
@@ -135,64 +134,32 @@ class AdversarialTraining(RobustModule):
             return x
         count = round(self.fraction * len(x))
         noise = self.noise and self.noise[torch.arange(count)]
-        if self.trades_beta is not None:
-            return self._perturbed_for_trades(x, y, noise)
-        return torch.cat([self.attack(self.defense, x[:count], y[:count], noise), x[count:]])
-
-    def _loss_on(self, x: Tensor, x_adv: Tensor, y: Tensor) -> Tensor:
-        """Return the loss of images, attacked images and labels at the current weights."""
-        if self.trades_beta is not None:
-            return self._trades_loss(x, x_adv, y, self.trades_beta)
-        if self.mart_beta is not None:
-            return self._mart_loss(x, x_adv, y, self.mart_beta)
-        own_noise = self.noise and self.noise.fold_in(1)  # independent of the attack's draws
-        logits, weights = self.defense.sample_logits(x_adv, own_noise, self.draws)
-        check_labels(y, logits.shape[-1])
-        return self.criterion(logits, weights, y).mean()
-
-    def _perturbed_for_trades(self, x: Tensor, y: Tensor, noise: Generator) -> Tensor:
-        """Return the batch attacked to raise the divergence from the clean predictions."""
+        if self.trades_beta is None:
+            return torch.cat([self.attack(self.defense, x[:count], y[:count], noise), x[count:]])
         assert is_pgd(self.attack)
         with attacking(self.defense) as defense, torch.no_grad():
             clean = _Divergence(self.defense, defense.logits(x)[0].softmax(-1))
         attack = replace(self.attack, objective=_mean_divergence)
         return attack(clean, x, torch.zeros_like(y), noise)
 
-    def _trades_loss(self, x: Tensor, x_adv: Tensor, y: Tensor, beta: float) -> Tensor:
-        clean = self.defense.logits(x)[0]
-        log_probs = self.defense.logits(x_adv)[0].log_softmax(-1)
-        divergence = kl_div(log_probs, clean.softmax(-1), reduction="batchmean")
-        return classification_loss(clean, y) + beta * divergence
-
-    def _mart_loss(self, x: Tensor, x_adv: Tensor, y: Tensor, beta: float) -> Tensor:
+    def _loss_on(self, x: Tensor, x_adv: Tensor, y: Tensor) -> Tensor:
+        """Return the loss of images, attacked images and labels at the current weights."""
+        if self.trades_beta is None and self.mart_beta is None:
+            own_noise = self.noise and self.noise.fold_in(1)  # independent of the attack's draws
+            logits, weights = self.defense.sample_logits(x_adv, own_noise, self.draws)
+            check_labels(y, logits.shape[-1])
+            return self.criterion(logits, weights, y).mean()
         clean, adversarial = (self.defense.logits(images)[0] for images in (x, x_adv))
         check_labels(y, clean.shape[-1])
-        probs = clean.softmax(-1)
-        divergence = kl_div(adversarial.log_softmax(-1), probs, reduction="none").sum(-1)
+        probs, log_probs = clean.softmax(-1), adversarial.log_softmax(-1)
+        if self.trades_beta is not None:
+            divergence = kl_div(log_probs, probs, reduction="batchmean")
+            return classification_loss(clean, y) + self.trades_beta * divergence
+        assert self.mart_beta is not None
+        divergence = kl_div(log_probs, probs, reduction="none").sum(-1)
         misclassified = 1 - probs.gather(1, y[:, None])[:, 0]
-        return (boosted_cross_entropy(adversarial, y) + beta * misclassified * divergence).mean()
-
-
-def _check_loss(
-    attack: Attack | None, fraction: float, trades_beta: float | None, mart_beta: float | None
-) -> None:
-    """Raise ValueError for TRADES or MART with what they cannot use, or with each other."""
-    if trades_beta is not None and mart_beta is not None:
-        raise ValueError(f"give trades_beta {trades_beta} or mart_beta {mart_beta}, not both")
-    if trades_beta is not None and (fraction != 1 or not _can_attack_for_trades(attack)):
-        raise ValueError(
-            "TRADES needs a PGD attack with random_start and fraction 1, "
-            f"got {attack} and fraction {fraction}"
-        )
-    if mart_beta is not None and (fraction != 1 or attack is None):
-        raise ValueError(
-            f"MART needs an attack and fraction 1, got {attack} and fraction {fraction}"
-        )
-
-
-def _can_attack_for_trades(attack: Attack | None) -> bool:
-    """Return whether PGD starts off the image, where the divergence has no gradient."""
-    return is_pgd(attack) and attack.random_start
+        boosted = boosted_cross_entropy(adversarial, y)
+        return (boosted + self.mart_beta * misclassified * divergence).mean()
 
 
 class _Divergence(Defense):

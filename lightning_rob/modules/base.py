@@ -37,6 +37,9 @@ class RobustModule(LightningModule, ABC):
         lr_scheduler: optimizer -> schedule, stepped once an epoch, `OneCycleLR` and `CyclicLR` once
             a batch, `lightning.pytorch.cli.ReduceLROnPlateau` by the value that it monitors; None
             keeps the learning rate.
+
+    Raises:
+        MisconfigurationException: a plateau schedule names no value to wait for, when a fit starts.
     """
 
     defense: Defense
@@ -68,12 +71,7 @@ class RobustModule(LightningModule, ABC):
         return batch
 
     def indexed(self, batch: Any, batch_idx: int) -> Batch:
-        """Return images, labels and indices; where there are none, numbers of process and place.
-
-        Raises:
-            TypeError: `unpack` returns something else.
-            ValueError: there is not one label for each image.
-        """
+        """Return images, labels and indices; where there are none, numbers of process and place."""
         x, y, index = unpacked(self.unpack(batch))
         if index is None:
             place = (batch_idx * MOST_PROCESSES + self.global_rank) * LARGEST_BATCH
@@ -81,11 +79,7 @@ class RobustModule(LightningModule, ABC):
         return x, y, index
 
     def check_trainer(self, trainer: Trainer) -> None:
-        """Refuse a trainer with which this module cannot be fitted.
-
-        Raises:
-            MisconfigurationException: an option of the trainer does not fit.
-        """
+        """Raise MisconfigurationException if an option of the trainer does not fit this module."""
 
     def on_fit_start(self) -> None:
         """Check the trainer's options; the command line does so before it writes anything."""
@@ -98,6 +92,7 @@ class RobustModule(LightningModule, ABC):
     def train_on(self, batch: Batch, batch_idx: int) -> Tensor:
         """Compute and log the loss of images [B, C, H, W], labels [B] and indices [B]."""
         x, y, index = batch
+        # Dropout draws from the global stream: it must not depend on what ran between two steps.
         torch.manual_seed(derive_seed(self.seed, self.current_epoch, batch_idx, self.global_rank))
         self.noise = Streams.from_index(index, self.seed, self.current_epoch)
         loss = self.loss(x, y)
@@ -136,6 +131,7 @@ class RobustModule(LightningModule, ABC):
             counted = torch.arange(self._predicted, self._predicted + len(x), device=x.device)
             index = counted * self.trainer.world_size + self.global_rank
         self._predicted += len(x)
+        # A stream of the whole batch, from which an adapting defense learns as a whole.
         private = torch.Generator().manual_seed(derive_seed(self.seed, *index.tolist()))
         adapted = self.defense.adapt(x, private).eval()
         return index, adapted(x, Streams.from_index(index, self.seed))
@@ -157,23 +153,13 @@ class RobustModule(LightningModule, ABC):
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **options: Any) -> Self:
-        """Return the module of a checkpoint, as Lightning does: built from the arguments given.
+        """Build the module from the arguments given, with the weights of a checkpoint.
 
-        Checkpoints of `lightning-rob fit` hold a recipe in place of arguments: call
-        `lightning_rob.load_module(path)`, which builds the module from it, or `lightning_rob.load`
-        for its defense alone.
-
-        Args:
-            checkpoint_path: the file.
-            *args: those of Lightning.
-            **options: those of Lightning, and the arguments of the class.
-
-        Raises:
-            TypeError: arguments of the class are missing.
+        Checkpoints of `lightning-rob fit` hold a recipe in place of arguments:
+        `lightning_rob.load_module(path)` builds the module from it.
         """
-        saved = super().load_from_checkpoint
         try:
-            module: Self = saved(checkpoint_path, *args, **options)
+            module: Self = super().load_from_checkpoint(checkpoint_path, *args, **options)
         except TypeError as error:
             raise TypeError(
                 f"{cls.__name__}.load_from_checkpoint needs the arguments of the class ({error}); "
@@ -183,11 +169,7 @@ class RobustModule(LightningModule, ABC):
         return module
 
     def saved_state(self, checkpoint: Mapping[str, Any], name: str) -> Any:
-        """Return the entry that `on_save_checkpoint` added to a checkpoint.
-
-        Raises:
-            ValueError: another kind of module wrote the checkpoint.
-        """
+        """Return the entry that `on_save_checkpoint` added, unless another kind of module did."""
         if name not in checkpoint:
             kind = type(self).__name__
             raise ValueError(f"the checkpoint is not one of {kind}: it has no {name!r}")
@@ -198,11 +180,7 @@ class RobustModule(LightningModule, ABC):
         return self.defense
 
     def configure_optimizers(self) -> Any:
-        """Return the optimizer of `trainable_network()` and its schedule.
-
-        Raises:
-            MisconfigurationException: the schedule waits for a plateau of an unnamed value.
-        """
+        """Return the optimizer of `trainable_network()` and its schedule."""
         optimizer = self.optimizer(self.trainable_network().parameters())
         schedule = self.lr_scheduler and self.lr_scheduler(optimizer)
         if not schedule:
@@ -218,13 +196,9 @@ class RobustModule(LightningModule, ABC):
                     "lightning.pytorch.cli.ReduceLROnPlateau, with monitor=val/robust/worst and "
                     "mode=max"
                 )
-            config["frequency"] = self._epochs_between(monitor)
+            if monitor.startswith("val/robust/"):
+                # Between two evaluations the schedule would count the old value again.
+                callbacks: Any = self.trainer.callbacks  # type: ignore[attr-defined]
+                every = [getattr(callback, "every_n_epochs", 1) for callback in callbacks]
+                config["frequency"] = math.lcm(self.trainer.check_val_every_n_epoch or 1, *every)
         return {"optimizer": optimizer, "lr_scheduler": config}
-
-    def _epochs_between(self, monitor: str) -> int:
-        """Return after how many epochs a value is new: a schedule would take an old one again."""
-        if not monitor.startswith("val/robust/"):
-            return 1
-        callbacks: Any = self.trainer.callbacks  # type: ignore[attr-defined]
-        every = [getattr(callback, "every_n_epochs", 1) for callback in callbacks]
-        return math.lcm(self.trainer.check_val_every_n_epoch or 1, *every)

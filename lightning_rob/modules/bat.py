@@ -1,7 +1,7 @@
 """Boosted (BAT) and independent (IAT) adversarial training: members one after another."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -57,7 +57,9 @@ class SequentialTraining(RobustModule):
         lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
         super().__init__(optimizer, lr_scheduler)
-        self.epochs = _per_member(epochs, members)
+        self.epochs = [epochs] * members if isinstance(epochs, int) else list(epochs)
+        if len(self.epochs) != members or min(self.epochs, default=0) < 0 or sum(self.epochs) < 1:
+            raise ValueError(f"epochs must be a count for each of {members} members, got {epochs}")
         self.probs = sampling_probabilities(probs, members)
         self.members = new_members(net, members, checkpoints)
         self.attack = attack
@@ -74,11 +76,11 @@ class SequentialTraining(RobustModule):
     @property
     def defense(self) -> Defense:  # type: ignore[override]
         """Return the ensemble of the members whose training has started."""
-        return self._built_once(self._started_ensemble)
+        return self._built_once("evaluation", lambda: self.first_members(self.stage + 1))
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the current member's cross-entropy on adversarial images of the attack target."""
-        x_adv = self.attack(self._built_once(self.attack_target), x, y, self.noise)
+        x_adv = self.attack(self._built_once("training", self.attack_target), x, y, self.noise)
         return classification_loss(network_logits(self.trainable_network(), x_adv), y)
 
     def trainable_network(self) -> nn.Module:
@@ -90,12 +92,9 @@ class SequentialTraining(RobustModule):
         probs = self.probs[:count]
         return Ensemble(self.members[:count], probs / probs.sum())
 
-    def _started_ensemble(self) -> Ensemble:
-        return self.first_members(self.stage + 1)
-
-    def _built_once(self, build: Callable[[], Defense]) -> Defense:
-        """Return what `build` returns, built once for each stage and device."""
-        key = build.__name__, self.stage, self.device
+    def _built_once(self, purpose: str, build: Callable[[], Defense]) -> Defense:
+        """Return what `build` returns, built once for each purpose, stage and device."""
+        key = purpose, self.stage, self.device
         if key not in self._defenses:
             with torch.inference_mode(False):  # a test may ask first; attacks need gradients later
                 self._defenses[key] = build().to(self.device)
@@ -160,13 +159,6 @@ class SequentialTraining(RobustModule):
 
 def _is_trial(trainer: Trainer) -> bool:
     return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
-
-
-def _per_member(epochs: int | Sequence[int], members: int) -> list[int]:
-    counts = [epochs] * members if isinstance(epochs, int) else list(epochs)
-    if len(counts) != members or min(counts, default=0) < 0 or sum(counts) < 1:
-        raise ValueError(f"epochs must be a count for each of {members} members, got {epochs}")
-    return counts
 
 
 class BAT(SequentialTraining):

@@ -30,14 +30,11 @@ def features(net: nn.Module, layer: str, x: Tensor) -> Tensor:
 
     Args:
         net: the network.
-        layer: name of one of its modules; "" is the network itself.
+        layer: name of a module that it calls; "" is the network itself.
         x: [B, C, H, W] images.
 
     Returns:
         [B, D].
-
-    Raises:
-        ValueError: the network does not call the module.
     """
     if not layer:
         return network_logits(net, x)
@@ -52,7 +49,7 @@ def features(net: nn.Module, layer: str, x: Tensor) -> Tensor:
     finally:
         hook.remove()
     if not recorded:
-        raise ValueError(f"layer {layer!r} takes no part in {type(net).__name__}'s answer")
+        raise ValueError(f"{type(net).__name__} does not call its layer {layer!r}")
     return recorded[-1].flatten(1)
 
 
@@ -94,7 +91,7 @@ def distil(
 
     Args:
         net: [B, C, H, W] -> [B, K].
-        layer: see `features`.
+        layer: name of the module whose features are f, see `features`.
         source: [B, C, H, W] images.
         target: [B, C, H, W] images.
         eps: radius in pixel units, images span [0, 1].
@@ -120,8 +117,7 @@ class DVERGE(JointTraining):
     epoch.
 
     The authors step M optimizers in turn. One optimizer does the same if it updates each weight
-    separately (SGD, Adam; no clipping of the total norm): the distilled images are constants made
-    before any step, so that the gradient of a member's weights comes from its own terms of the sum.
+    separately (SGD, Adam; no clipping of the total norm).
 
     Args:
         net: builds a network, [B, C, H, W] -> [B, K]; called once per member.
@@ -173,15 +169,21 @@ class DVERGE(JointTraining):
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the sum of the members' cross-entropies on images distilled from all others."""
         if self.current_epoch < self.warmup_epochs:
-            return torch.stack(
-                [classification_loss(network_logits(member, x), y) for member in self.members]
-            ).sum()
+            losses = [classification_loss(network_logits(net, x), y) for net in self.members]
+            return torch.stack(losses).sum()
         target, layer = x[torch.randperm(len(x), device=x.device)], self.layer()
+        # Constants, made before any step: each member has a gradient from its own terms alone.
         distilled = [
             distil(member, layer, x, target, self.eps, self.steps, self.step_size)
             for member in self.members
         ]
-        diversity = self.diversity_weight * self._diversity(distilled, y)
+        losses = [
+            classification_loss(network_logits(member, z), y)
+            for i, member in enumerate(self.members)
+            for j, z in enumerate(distilled)
+            if i != j
+        ]
+        diversity = self.diversity_weight * torch.stack(losses).sum()
         if self.attack is None:
             return diversity
         losses = []
@@ -189,13 +191,3 @@ class DVERGE(JointTraining):
             x_adv = self.attack(Single(member).to(x.device), x, y, self.noise)
             losses.append(classification_loss(network_logits(member, x_adv), y))
         return diversity + torch.stack(losses).sum()
-
-    def _diversity(self, distilled: list[Tensor], y: Tensor) -> Tensor:
-        """Return the sum over members i and others j of i's loss on images distilled from j."""
-        losses = [
-            classification_loss(network_logits(member, z), y)
-            for i, member in enumerate(self.members)
-            for j, z in enumerate(distilled)
-            if i != j
-        ]
-        return torch.stack(losses).sum()

@@ -20,29 +20,24 @@ from lightning_rob.threat import Threat
 class FreeTraining(RobustModule):
     """Adversarial training at the cost of standard training (Shafahi et al. 2019, Algorithm 1).
 
-    Each batch is replayed m times. One backward pass yields two gradients: the optimizer steps with
-    that of the weights; the perturbation takes a step of length eps along its own and is projected
-    into the ball. The next replay and the next batch start from this perturbation, image position
-    by image position.
+    Each batch is replayed m times. One backward pass yields two gradients: the optimizer steps
+    along the first, of the weights; the perturbation takes a step of length eps along the second
+    and is projected into the ball. The next replay and the next batch start from this perturbation,
+    image position by image position.
 
     An epoch costs m times as much: like the paper, divide the epochs of standard training and the
-    milestones of its schedule by m. `trainer.global_step` counts batches, not replays. A checkpoint
-    holds the perturbation, so that a run of one process resumes exactly; several processes all
-    resume with the perturbation of rank 0.
+    milestones of its schedule by m. `trainer.global_step` counts batches, not replays. Several
+    processes all resume with the perturbation of rank 0.
 
     Args:
         net: builds the network, [B, C, H, W] -> [B, K].
-        threat: the ball; linf in the paper, or l2.
-        replays: m; the paper uses 8 for CIFAR-10 and 4 for ImageNet.
+        threat: the ball; linf in the paper, or l2; not relative.
+        replays: m, at least 1; the paper uses 8 for CIFAR-10 and 4 for ImageNet.
         optimizer: parameters -> optimizer.
         lr_scheduler: optimizer -> schedule, stepped once an epoch.
         attack_target: checkpoint of a trained network of the same architecture, whose adversarial
             images to train on, like the second member of BAT (ARC paper, appendix B.1). The
             perturbation follows its gradient, at one more forward and backward pass per replay.
-
-    Raises:
-        ValueError: no replays, or a relative threat.
-        FileNotFoundError: the checkpoint does not exist when a fit starts.
     """
 
     def __init__(
@@ -80,8 +75,8 @@ class FreeTraining(RobustModule):
         """Return the cross-entropy on the images with the current perturbation."""
         missing = max(len(x) - len(self.delta), 0)
         self.delta = torch.cat([self.delta.to(x), x.new_zeros(missing, *x.shape[1:])])
-        # The gradient with respect to the perturbed image: that of the perturbation is zero where
-        # clamping to [0, 1] is active, as at black and white pixels.
+        # The gradient is by the perturbed image: by the perturbation it would be zero where the
+        # image is clamped to [0, 1], as at black and white pixels.
         x_adv = self._perturbed = self.threat.apply(self.delta[: len(x)], x).detach()
         x_adv.requires_grad_()
         for target in self._target:

@@ -11,14 +11,8 @@ from lightning_rob.modules.joint import JointTraining, cosines, losses_and_gradi
 def gal(gradients: Tensor) -> Tensor:
     """Compute the gradient alignment loss log(sum over pairs a < b of exp(cos(g_a, g_b))).
 
-    It is a smooth approximation of the largest cosine of two members (Kariyappa and Qureshi 2019,
-    section 4).
-
-    Args:
-        gradients: [M, B, D], the gradient of each member's loss with respect to the image.
-
-    Returns:
-        [B].
+    It approximates the largest cosine of two members' gradients with respect to the image
+    (Kariyappa and Qureshi 2019, section 4): [M, B, D] -> [B].
     """
     return cosines(gradients).logsumexp(0)
 
@@ -43,8 +37,6 @@ class GAL(JointTraining):
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the members' mean cross-entropy plus the alignment term, averaged over images."""
-        if self.attack is not None:
-            x = self.attack(self.defense, x, y, self.noise)
-        x = x.detach().requires_grad_()
+        x = self.attacked(x, y).detach().requires_grad_()
         losses, gradients = losses_and_gradients(self.members, x, y)
         return (losses.mean(0) + self.strength * gal(gradients)).mean()

@@ -17,16 +17,7 @@ from lightning_rob.objectives import check_labels, cross_entropy
 def new_members(
     net: Callable[[], nn.Module], count: int, checkpoints: list[str | None] | None = None
 ) -> nn.ModuleList:
-    """Return new networks to train, each with the weights of its checkpoint if it has one.
-
-    Args:
-        net: builds a network; called once per member.
-        count: number of members M.
-        checkpoints: weights to start from, one path or None per member.
-
-    Raises:
-        ValueError: the number of checkpoints is not the number of members.
-    """
+    """Return `count` new networks to train, with the weights of their checkpoints, if any."""
     members = nn.ModuleList(net() for _ in range(count))
     checkpoints = checkpoints or [None] * count
     if len(checkpoints) != count:
@@ -40,9 +31,7 @@ def new_members(
 def losses_and_gradients(
     members: Iterable[nn.Module], x: Tensor, y: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return each member's cross-entropy and its gradient with respect to the images.
-
-    The gradients can be differentiated again.
+    """Return M members' cross-entropies and their gradients with respect to the images.
 
     Args:
         members: M networks [B, C, H, W] -> [B, K].
@@ -50,10 +39,7 @@ def losses_and_gradients(
         y: [B] labels.
 
     Returns:
-        Losses [M, B] and gradients [M, B, C * H * W].
-
-    Raises:
-        ValueError: labels out of range.
+        Losses [M, B] and gradients [M, B, C * H * W], which can be differentiated again.
     """
     losses, gradients = [], []
     for member in members:
@@ -114,3 +100,7 @@ class JointTraining(RobustModule):
     def members(self) -> list[nn.Module]:
         """Return the M networks."""
         return self.defense.classifiers
+
+    def attacked(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return adversarial images of the ensemble, or x itself without an attack."""
+        return x if self.attack is None else self.attack(self.defense, x, y, self.noise)

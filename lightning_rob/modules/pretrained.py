@@ -13,8 +13,6 @@ from lightning_rob.nets import load_weights, member_prefixes
 from lightning_rob.nets.weights import started_members
 from lightning_rob.rules import Rule, random_member
 
-Factory = Callable[[], nn.Module]
-
 
 class PretrainedEnsemble(RobustModule):
     """Evaluate trained networks by `lightning-rob test`: an ensemble, or a defense of one network.
@@ -58,18 +56,33 @@ class PretrainedEnsemble(RobustModule):
         names: dict[str, Any] = {"rename": rename, "drop": drop or []}
         if defense and isinstance(checkpoints, str):
             checkpoints = [checkpoints]
-        count = _agreed_count(members=members, nets=nets, checkpoints=checkpoints, prefix=prefix)
+        given = {"members": members, "nets": nets, "checkpoints": checkpoints, "prefix": prefix}
+        lengths = {name: len(value) for name, value in given.items() if isinstance(value, list)}
+        lengths |= {} if members is None else {"members": members}
+        if len({*lengths.values()}) > 1 or 0 in lengths.values():
+            listed = ", ".join(f"{length} {name}" for name, length in lengths.items())
+            raise ValueError(f"members and all that is one per member must agree, got {listed}")
+        count = next(iter(lengths.values()), None)
         if isinstance(checkpoints, str):
             if isinstance(prefix, list):
                 raise ValueError(f"one checkpoint for all needs one prefix, got {prefix}")
-            prefix = _member_prefixes(nets, checkpoints, prefix, count, names)
+            examples = [make() for make in nets] if isinstance(nets, list) else [nets()]
+            found = member_prefixes(examples, checkpoints, prefix, **names)
+            # A run that was stopped early also saves members with random weights.
+            found = found[: started_members(checkpoints)]
+            if count is not None and len(found) < count:
+                held = f"{len(found)} members, not {count}: {', '.join(found)}"
+                raise ValueError(f"{checkpoints} holds {held}")
+            prefix = list(found[:count])
             count = len(prefix)
         if count is None:
-            raise ValueError("members must be said, or be as many as nets or checkpoints in a list")
-        columns = (_repeated(value, count) for value in (nets, checkpoints, prefix))
-        options = names | {"normalizer": normalizer}
+            raise ValueError("give the number of members, or nets or checkpoints in a list")
+        columns = (
+            value if isinstance(value, list) else [value] * count
+            for value in (nets, checkpoints, prefix)
+        )
         built = [
-            _member(make, path, {"prefix": key, **options})
+            _member(make, path, {"prefix": key, "normalizer": normalizer, **names})
             for make, path, key in zip(*columns, strict=True)
         ]
         if defense is not None and len(built) > 1:
@@ -89,42 +102,8 @@ class PretrainedEnsemble(RobustModule):
         raise MisconfigurationException("PretrainedEnsemble has no loss: its networks are trained")
 
 
-def _repeated(value: Any, count: int) -> list[Any]:
-    return value if isinstance(value, list) else [value] * count
-
-
-def _agreed_count(members: int | None, **arguments: object) -> int | None:
-    """Return the number of members that the arguments agree on; None if none of them says it."""
-    counts = {name: len(value) for name, value in arguments.items() if isinstance(value, list)}
-    counts |= {"members": members} if members is not None else {}
-    if len({*counts.values()}) > 1 or 0 in counts.values():
-        listed = ", ".join(f"{count} {name}" for name, count in counts.items())
-        raise ValueError(f"members and all that is one per member must agree, got {listed}")
-    return next(iter(counts.values()), None)
-
-
-def _member_prefixes(
-    nets: list[Factory] | Factory,
-    path: str,
-    prefix: str | None,
-    count: int | None,
-    names: dict[str, Any],
-) -> list[str | None]:
-    """Return the keys of the members in the file, the first `count` of them."""
-    examples = [make() for make in nets] if isinstance(nets, list) else [nets()]
-    # A run that was stopped early also saves members with random weights: they are left out.
-    found = member_prefixes(examples, path, prefix, **names)[: started_members(path)]
-    if count is not None and len(found) < count:
-        raise ValueError(f"{path} holds {len(found)} members, not {count}: {', '.join(found)}")
-    return list(found[:count])
-
-
-def _member(make: Factory, path: str | None, options: dict[str, Any]) -> nn.Module:
-    """Return a network with weights from the file, or with those that its factory loads.
-
-    Raises:
-        ValueError: there is no file, and the factory draws random weights.
-    """
+def _member(make: Callable[[], nn.Module], path: str | None, options: dict[str, Any]) -> nn.Module:
+    """Return a network with weights from the file, or with those that its factory loads."""
     net = make()
     if path is not None:
         return load_weights(net, path, **options)

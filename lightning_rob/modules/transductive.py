@@ -31,10 +31,6 @@ class DANN(RobustModule):
             Chen et al. (2022) use 0.1 for MNIST and 1 for CIFAR-10.
         optimizer: parameters -> optimizer.
         lr_scheduler: optimizer -> schedule, stepped once an epoch.
-
-    Raises:
-        TypeError: the network has no such parts.
-        ValueError: a negative scale.
     """
 
     defense: Single
@@ -55,7 +51,7 @@ class DANN(RobustModule):
         self.target = torch.zeros(0)
 
     def check_trainer(self, trainer: Trainer) -> None:
-        """Refuse a run of unknown length, of which `reversal_weight` needs the progress."""
+        """Refuse a run of unknown length: `reversal_weight` needs its progress."""
         # `estimated_stepping_batches` makes loaders: too early, before a resumed run's counters.
         if trainer.max_epochs == -1 and trainer.max_steps == -1:
             raise MisconfigurationException(
@@ -94,12 +90,10 @@ class TADV(RobustModule):
     Args:
         net: builds the network, [B, C, H, W] -> [B, K].
         attack: makes the adversarial images.
-        fraction: share of each batch that is attacked, its last images; also their weight.
+        fraction: share of each batch that is attacked, in (0, 1]: its last images; also their
+            weight.
         optimizer: parameters -> optimizer.
         lr_scheduler: optimizer -> schedule, stepped once an epoch.
-
-    Raises:
-        ValueError: a fraction outside (0, 1].
     """
 
     def __init__(

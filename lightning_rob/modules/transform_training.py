@@ -160,7 +160,14 @@ class TransformTraining(RobustModule):
             return
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         if isinstance(data, ImageData):
-            self._load_images(data)
+            if not len(data.parts["val"]):
+                raise MisconfigurationException(
+                    "TransformTraining needs validation images for early stopping: set "
+                    "data.val_size to 1 or more"
+                )
+            if not data.parts["train"].augmentations:
+                self.images["train"] = TransformedCache(data.parts["train"], self.cache)
+            self.images["val"] = TransformedCache(data.parts["val"], self.cache)
         elif self.trainer.world_size > 1 or self.folder or self.cache:
             raise MisconfigurationException(
                 "TransformTraining by several processes, or with a folder or a cache, needs one of "
@@ -172,50 +179,34 @@ class TransformTraining(RobustModule):
         self.pending = [i for i in range(len(self.names)) if i not in finished]
         self._start_next()
 
-    def _load_images(self, data: ImageData) -> None:
-        if not len(data.parts["val"]):
-            raise MisconfigurationException(
-                "TransformTraining needs validation images for early stopping: set data.val_size "
-                "to 1 or more"
-            )
-        if not data.parts["train"].augmentations:
-            self.images["train"] = TransformedCache(data.parts["train"], self.cache)
-        self.images["val"] = TransformedCache(data.parts["val"], self.cache)
-
     def on_train_start(self) -> None:
         """Check the trainer's options, and let each rank train on its own."""
-        self._check_trainer()
-        if self.trainer.world_size > 1:
-            self._disable_synchronization()
-        if not self.current or (self.state.finished and not self.pending):
-            self.trainer.should_stop = True
-
-    def _check_trainer(self) -> None:
-        turns = 1 + -(-len(self.pending) // self.trainer.world_size)
+        trainer: Any = self.trainer
+        turns = 1 + -(-len(self.pending) // trainer.world_size)
         needed = self.epochs * turns - self.state.epochs if self.current else 0
-        most, trial = self.trainer.max_epochs, self.trainer.fast_dev_run  # type: ignore[attr-defined]
-        if not trial and most not in (None, -1) and most < self.current_epoch + needed:
+        needed, most = self.current_epoch + needed, trainer.max_epochs
+        if not trainer.fast_dev_run and most not in (None, -1) and most < needed:
             raise MisconfigurationException(
-                f"trainer.max_epochs must be at least {self.current_epoch + needed}, {self.epochs} "
-                f"for each sub-model, or -1, got {most}; early stopping ends it earlier"
+                f"trainer.max_epochs must be at least {needed}, {self.epochs} for each sub-model, "
+                f"or -1, got {most}; early stopping ends it earlier"
             )
-        every = self.trainer.check_val_every_n_epoch, self.trainer.val_check_interval
-        if every != (1, 1.0):
+        if (trainer.check_val_every_n_epoch, trainer.val_check_interval) != (1, 1.0):
             raise MisconfigurationException(
                 "TransformTraining stops by the validation loss of every epoch: leave "
                 "trainer.check_val_every_n_epoch and trainer.val_check_interval at 1"
             )
-
-    def _disable_synchronization(self) -> None:
-        """Keep DDP from averaging gradients and buffers of different sub-models."""
-        mixing = any(isinstance(part, nn.SyncBatchNorm) for part in self.modules())
-        if mixing or not isinstance(self.trainer.model, DistributedDataParallel):
-            raise MisconfigurationException(
-                "each process trains a sub-model of its own: use trainer.strategy=ddp, without "
-                "sync_batchnorm"
-            )
-        self.trainer.model.require_backward_grad_sync = False
-        self.trainer.model.require_forward_param_sync = False
+        if trainer.world_size > 1:
+            mixing = any(isinstance(part, nn.SyncBatchNorm) for part in self.modules())
+            if mixing or not isinstance(trainer.model, DistributedDataParallel):
+                raise MisconfigurationException(
+                    "each process trains a sub-model of its own: use trainer.strategy=ddp, without "
+                    "sync_batchnorm"
+                )
+            # DDP would average gradients and buffers of different sub-models.
+            trainer.model.require_backward_grad_sync = False
+            trainer.model.require_forward_param_sync = False
+        if not self.current or (self.state.finished and not self.pending):
+            trainer.should_stop = True
 
     def on_train_epoch_start(self) -> None:
         """Start the next sub-models, with new optimizers, when the current ones have finished."""
@@ -233,11 +224,7 @@ class TransformTraining(RobustModule):
             self._update_state()
 
     def on_train_epoch_end(self) -> None:
-        """Restore the best weights of finished sub-models, before a checkpoint is written.
-
-        Raises:
-            MisconfigurationException: there was no validation.
-        """
+        """Restore the best weights of finished sub-models, before a checkpoint is written."""
         if not self.state.epochs:
             raise MisconfigurationException(
                 "TransformTraining stops by the validation loss: validate after every epoch, "
@@ -247,8 +234,13 @@ class TransformTraining(RobustModule):
             return
         self.trainable_network().load_state_dict(self.state.best_weights)
         self._exchange()
-        for member in self.current if self.trainer.is_global_zero else ():
-            self._save_finished(member)
+        trial = self.trainer.fast_dev_run  # type: ignore[attr-defined]
+        if self.folder is not None and self.trainer.is_global_zero and not trial:
+            for member in self.current:
+                state = self.members[member].state_dict()
+                weights = {key: value.cpu() for key, value in state.items()}
+                content = {"state_dict": weights, "conditions": self._conditions(member)}
+                atomic_save(content, Path(self.folder) / f"{self.names[member]}.pt")
         if not self.pending:
             self.trainer.should_stop = True
 
@@ -259,7 +251,7 @@ class TransformTraining(RobustModule):
             "pending": self.pending,
             "state": asdict(self.state),
             "processes": self.trainer.world_size,
-            "transforms": [list(pair) for pair in self._transform_reprs()],
+            "transforms": [[name, repr(one)] for name, one in self.transforms.items()],
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -269,7 +261,8 @@ class TransformTraining(RobustModule):
         resume from their weights, with new optimizers and all their epochs.
         """
         saved = self.saved_state(checkpoint, "transform_training")
-        if [tuple(pair) for pair in saved["transforms"]] != self._transform_reprs():
+        own = [[name, repr(one)] for name, one in self.transforms.items()]
+        if [list(pair) for pair in saved["transforms"]] != own:
             names = ", ".join(name for name, _ in saved["transforms"])
             raise ValueError(
                 f"the checkpoint's sub-models are behind other transformations: {names}, not "
@@ -297,31 +290,25 @@ class TransformTraining(RobustModule):
         if part not in self.transformed_images:
             name, images = self.names[self.member_on_this_rank], self.images[part]
             with _progress(self.trainer, f"Transforming {part} images", len(images.y)) as advance:
-                transform = self.transforms[name]
-                self.transformed_images[part] = images.transformed(
-                    transform, name, self.seed, advance
-                )
+                changed = images.transformed(self.transforms[name], name, self.seed, advance)
+            self.transformed_images[part] = changed
         return self.transformed_images[part]
-
-    def _served_images(self) -> list[tuple[Tensor, int, int]]:
-        """Return the images of a validation loader of the user, numbered as they are served."""
-        batches = (unpacked(self.unpack(b)) for b in self.trainer.val_dataloaders)  # type: ignore[union-attr]
-        pairs = ((x, int(y)) for xs, ys, _ in batches for x, y in zip(xs, ys, strict=True))
-        return [(x, y, number) for number, (x, y) in enumerate(pairs)]
 
     @torch.no_grad()
     def _validation_loss(self) -> float:
-        if "val" not in self.images:
-            self.images["val"] = TransformedCache(self._served_images())
+        if "val" not in self.images:  # a loader of the user: images are numbered as it serves them
+            loader: Any = self.trainer.val_dataloaders
+            batches = (unpacked(self.unpack(batch)) for batch in loader)
+            pairs = ((x, int(y)) for xs, ys, _ in batches for x, y in zip(xs, ys, strict=True))
+            served = [(x, y, number) for number, (x, y) in enumerate(pairs)]
+            self.images["val"] = TransformedCache(served)
         net, images, y = self.trainable_network(), self._transformed("val"), self.images["val"].y
-        parts = [slice(start, start + CHUNK) for start in range(0, len(y), CHUNK)]
+        losses = []
         with evaluating(net) as net:
-            losses = [
-                cross_entropy(
-                    network_logits(net, images[part].to(self.device)), y[part].to(self.device)
-                )
-                for part in parts
-            ]
+            for start in range(0, len(y), CHUNK):
+                part = slice(start, start + CHUNK)
+                logits = network_logits(net, images[part].to(self.device))
+                losses.append(cross_entropy(logits, y[part].to(self.device)))
         return float(torch.cat(losses).double().mean())
 
     def _has_stopped(self) -> bool:
@@ -335,6 +322,7 @@ class TransformTraining(RobustModule):
         else:
             self.state.update(loss, self.trainable_network())
         stopped = self._has_stopped()
+        # An error on one rank alone would leave the others waiting: all hear of it, and all raise.
         never_finite = stopped and not self.state.best_weights
         report = torch.tensor([loss, float(stopped), float(never_finite)], device=self.device)
         reports = torch.as_tensor(self.all_gather(report)).view(-1, 3)[: len(self.current)]
@@ -352,10 +340,6 @@ class TransformTraining(RobustModule):
             for tensor in self.members[member].state_dict().values():
                 torch.distributed.broadcast(tensor, owner)
 
-    def _transform_reprs(self) -> list[tuple[str, str]]:
-        """Return the sub-models' transformations, in order."""
-        return [(name, repr(transform)) for name, transform in self.transforms.items()]
-
     def _conditions(self, member: int) -> dict[str, Any]:
         """Return what a saved sub-model must have been trained with to be loaded."""
         train, trainer = self.trainer.datamodule.parts["train"], self.trainer  # type: ignore[attr-defined]
@@ -367,29 +351,22 @@ class TransformTraining(RobustModule):
             "training": [self.seed, self.epochs, self.patience, str(trainer.limit_train_batches)],
         }
 
-    def _save_finished(self, member: int) -> None:
-        if self.folder is not None and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
-            weights = {k: v.cpu() for k, v in self.members[member].state_dict().items()}
-            content = {"state_dict": weights, "conditions": self._conditions(member)}
-            atomic_save(content, Path(self.folder) / f"{self.names[member]}.pt")
-
     def _finished_weights(self) -> dict[int, dict[str, Tensor]]:
         """Return the weights of the sub-models in the folder, on rank 0 only."""
-        if self.folder is None or not self.trainer.is_global_zero:
-            return {}
-        paths = {i: Path(self.folder) / f"{name}.pt" for i, name in enumerate(self.names)}
-        return {i: self._read_finished(i, path) for i, path in paths.items() if path.exists()}
-
-    def _read_finished(self, member: int, path: Path) -> dict[str, Tensor]:
-        content, wanted = read_file(path), self._conditions(member)
-        found = content["conditions"]
-        if differing := [key for key, value in wanted.items() if found.get(key) != value]:
-            raise ValueError(
-                f"{path} was trained otherwise ({', '.join(differing)}): name another "
-                "model.folder, or remove it"
-            )
-        weights: dict[str, Tensor] = content["state_dict"]
-        return weights
+        finished: dict[int, dict[str, Tensor]] = {}
+        for member, name in enumerate(self.names):
+            path = Path(self.folder or "") / f"{name}.pt"
+            if self.folder is None or not self.trainer.is_global_zero or not path.exists():
+                continue
+            content, wanted = read_file(path), self._conditions(member)
+            found = content["conditions"]
+            if differing := [key for key, value in wanted.items() if found.get(key) != value]:
+                raise ValueError(
+                    f"{path} was trained otherwise ({', '.join(differing)}): name another "
+                    "model.folder, or remove it"
+                )
+            finished[member] = content["state_dict"]
+        return finished
 
 
 @contextmanager

@@ -23,12 +23,8 @@ def similarity(gradients: Tensor) -> Tensor:
 
 def roughness(gradients: Tensor) -> Tensor:
     """Return the mean over pairs of ||g_a||_2 + ||g_b||_2, L_smooth: [M, B, D] -> [B]."""
-    return 2 * _norms(gradients).mean(0)
-
-
-def _norms(gradients: Tensor) -> Tensor:
     norms: Tensor = torch.linalg.vector_norm(gradients, dim=-1)
-    return norms
+    return 2 * norms.mean(0)
 
 
 class _GradientNorms(Defense):
@@ -47,7 +43,8 @@ class _GradientNorms(Defense):
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
         x = x if x.requires_grad else x.detach().requires_grad_()
         _, gradients = losses_and_gradients(self.members, x, self.labels())
-        return _norms(gradients).unsqueeze(-1)
+        norms: Tensor = torch.linalg.vector_norm(gradients, dim=-1, keepdim=True)
+        return norms
 
 
 def _sum_of_norms(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
@@ -70,7 +67,6 @@ def roughest(
         y: [B] labels.
         threat: ball to search.
         steps: steps of PGD from a random start, each of length 2 eps / steps; the authors use 6.
-            The best iterate is returned, because the norm jumps where a ReLU switches.
         generator: source of the random start.
 
     Returns:
@@ -79,6 +75,7 @@ def roughest(
     if threat.eps == 0:
         return x
     step_size = 2 * threat.eps / steps
+    # The best iterate and not the last, because the norm jumps where a ReLU switches.
     search = PGD(threat, steps, step_size, objective=_sum_of_norms, keep_best=True)
     return search(_GradientNorms(members, y), x, torch.zeros_like(y), generator)
 
@@ -139,9 +136,7 @@ class TRS(JointTraining):
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Return summed cross-entropies plus similarity and roughness, averaged over images."""
-        if self.attack is not None:
-            x = self.attack(self.defense, x, y, self.noise)
-        x = x.detach().requires_grad_()
+        x = self.attacked(x, y).detach().requires_grad_()
         losses, gradients = losses_and_gradients(self.members, x, y)
         rough_x = roughest(self.members, x, y, self.current_threat(), self.steps, self.noise)
         rough_x = rough_x.detach().requires_grad_()

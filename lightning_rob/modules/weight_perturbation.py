@@ -18,25 +18,19 @@ def loss_at_perturbed_weights(
 ) -> Tensor:
     """Return the loss at weights that were moved to raise it (Wu et al. 2020, eq. 10, one step).
 
-    The tensor w of a layer's weights becomes w + v with v = gamma ||w|| g / ||g||, where g is the
-    gradient of the loss, the mean over all processes. v is a constant to autograd, so that the
-    gradient with respect to w is that at w + v, and w itself never changes. Biases and the weights
-    of normalization layers are not perturbed; of a parametrized weight (spectral norm, weight norm)
-    the parameters are that it is computed from. BatchNorm's statistics are those of w + v.
-
-    The optimizer's own weight decay then is that of w; the authors' code decays w + v.
+    A layer's weights w become w + v with v = gamma ||w|| g / ||g||, where g is the gradient of the
+    loss, the mean over all processes. Biases and the weights of normalization layers are not
+    perturbed; of a parametrized weight (spectral norm, weight norm) the parameters that it is
+    computed from are. The optimizer decays w; the authors' code decays w + v.
 
     Args:
-        defense: the weights to perturb are in this module.
+        defense: module with the weights to perturb.
         loss: function of the batch, and of the current weights of `defense`.
         batch: arguments of the loss.
         gamma: radius of the perturbation as a share of each tensor's norm.
 
     Returns:
         A scalar.
-
-    Raises:
-        ValueError: there are no such weights.
     """
     module = _LossModule(defense, loss)
     weights = {
@@ -46,11 +40,13 @@ def loss_at_perturbed_weights(
     }
     if not weights:
         raise ValueError("awp found no weights to perturb: all are frozen, or of biases and norms")
+    # BatchNorm counts the batch once, at w + v: this pass updates copies of its statistics.
     statistics = {name: buffer.clone() for name, buffer in module.named_buffers()}
     value = functional_call(module, statistics, batch)
     gradients = torch.autograd.grad(
         value, list(weights.values()), allow_unused=True, materialize_grads=True
     )
+    # v is a constant to autograd: the gradient by w is the one at w + v, and w never changes.
     moved = {
         name: weight + gamma * weight.detach().norm() / gradient.norm().clamp_min(TINY) * gradient
         for (name, weight), gradient in zip(

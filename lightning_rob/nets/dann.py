@@ -25,27 +25,13 @@ class _Reversal(torch.autograd.Function):
 
 
 def reversed_gradient(x: Tensor, weight: float) -> Tensor:
-    """Return x unchanged, but with its gradient times -weight (Ganin et al. 2016, eq. 16, 17).
-
-    Args:
-        x: [B, …] features.
-        weight: alpha >= 0, the share of the gradient that reaches the encoder.
-
-    Returns:
-        [B, …].
-    """
+    """Return features unchanged, but with their gradient times -weight (Ganin 2016, eq. 16, 17)."""
     out: Tensor = _Reversal.apply(x, weight)
     return out
 
 
 def _convolution(inputs: int, width: int, kernel: int, padding: int = 0) -> list[nn.Module]:
     return [nn.Conv2d(inputs, width, kernel, padding=padding), nn.BatchNorm2d(width)]
-
-
-def _discriminator(width: int) -> list[nn.Module]:
-    """Return the discriminator's five convolutions, without batch normalisation."""
-    layers = [(nn.Conv2d(width, width, 3, padding=1), nn.ReLU()) for _ in range(5)]
-    return [layer for pair in layers for layer in pair]
 
 
 class DANNNet(nn.Module):
@@ -64,9 +50,6 @@ class DANNNet(nn.Module):
             layers four times as many.
         mean: [C] of images in [0, 1]; None: MNIST's for grey, CIFAR-10's for colour.
         std: [C], likewise; None is 0.3015 for grey, the authors' value.
-
-    Raises:
-        ValueError: images are too small for the encoder.
     """
 
     def __init__(
@@ -108,7 +91,8 @@ class DANNNet(nn.Module):
             nn.Linear(hidden, classes),
         )
         last = [nn.Flatten(), nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, 2)]
-        self.discriminator = nn.Sequential(*_discriminator(wide), *last)
+        pairs = [(nn.Conv2d(wide, wide, 3, padding=1), nn.ReLU()) for _ in range(5)]
+        self.discriminator = nn.Sequential(*(layer for pair in pairs for layer in pair), *last)
 
     def features(self, x: Tensor) -> Tensor:
         """Return features [B, 2 width, h, h] of images [B, C, size, size] in [0, 1]."""
@@ -143,7 +127,7 @@ class DANNResNet18(nn.Module):
 
     Args:
         classes: K.
-        width: channels of the first stage; the stages have 64, 128, 256 and 512 at full width.
+        width: channels of the first stage; each of the others has twice as many as the one before.
         mean: [C] of images in [0, 1], one number per channel.
         std: [C], likewise.
     """

@@ -24,19 +24,12 @@ def with_channels(x: Tensor, channels: int) -> Tensor:
 torch.fx.wrap("with_channels")
 
 
-def _per_channel(numbers: Sequence[float]) -> Tensor:
-    return torch.tensor([float(number) for number in numbers]).reshape(-1, 1, 1)
-
-
 class Normalize(nn.Module):
     """Normalise each channel, (x - mean) / std.
 
     Args:
         mean: [C] of images in [0, 1].
         std: [C], positive.
-
-    Raises:
-        ValueError: mean and std differ in length, or a standard deviation is not positive.
     """
 
     mean: Tensor
@@ -50,8 +43,9 @@ class Normalize(nn.Module):
             raise ValueError(f"std must be positive, got {list(std)}")
         self.channels = len(mean)
         # Not persistent: published checkpoints have no such entries; the configuration has them.
-        self.register_buffer("mean", _per_channel(mean), persistent=False)
-        self.register_buffer("std", _per_channel(std), persistent=False)
+        for name, numbers in (("mean", mean), ("std", std)):
+            per_channel = torch.tensor([float(number) for number in numbers]).reshape(-1, 1, 1)
+            self.register_buffer(name, per_channel, persistent=False)
 
     @classmethod
     def usual(
@@ -68,14 +62,7 @@ class Normalize(nn.Module):
         return layer
 
     def set_statistics(self, statistics: Tensor) -> None:
-        """Replace mean and std in place.
-
-        Args:
-            statistics: [2, C], mean and std.
-
-        Raises:
-            ValueError: another number of channels, or a standard deviation is not positive.
-        """
+        """Replace mean and std, [2, C], in place."""
         other = Normalize(*statistics.tolist())
         if other.channels != self.channels:
             raise ValueError(f"statistics of {other.channels} channels, expected {self.channels}")
@@ -83,15 +70,5 @@ class Normalize(nn.Module):
         self.std.copy_(other.std)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise images.
-
-        Args:
-            x: [B, C, H, W] in [0, 1].
-
-        Returns:
-            [B, C, H, W].
-
-        Raises:
-            ValueError: the images have another number of channels.
-        """
+        """Normalise images [B, C, H, W] in [0, 1]; ValueError for another number of channels."""
         return (with_channels(x, self.channels) - self.mean) / self.std

@@ -20,12 +20,7 @@ def _subsampled(x: Tensor, stride: int) -> Tensor:
 
 
 class PaddedShortcut(nn.Module):
-    """Shortcut of option A: subsample the image, pad with zero channels on both sides.
-
-    Args:
-        added: number of zero channels.
-        stride: 2 keeps every second row and column.
-    """
+    """Shortcut of option A: subsample the image, pad with `added` zero channels on both sides."""
 
     def __init__(self, added: int, stride: int) -> None:
         super().__init__()
@@ -37,24 +32,8 @@ class PaddedShortcut(nn.Module):
         return F.pad(_subsampled(x, self.stride), (0, 0, 0, 0, below, self.added - below))
 
 
-def _shortcut(inputs: int, width: int, stride: int, option: str) -> nn.Module:
-    if stride == 1 and inputs == width:
-        return nn.Identity()
-    if option == "A":
-        return PaddedShortcut(width - inputs, stride)
-    conv = nn.Conv2d(inputs, width, 1, stride=stride, bias=False)
-    return nn.Sequential(conv, nn.BatchNorm2d(width))
-
-
 class BasicBlock(nn.Module):
-    """Residual block of two 3x3 convolutions.
-
-    Args:
-        inputs: input channels.
-        width: output channels.
-        stride: 2 halves height and width.
-        shortcut: "A" pads with zeros, "B" is a 1x1 convolution; used where the shape changes.
-    """
+    """Residual block of two 3x3 convolutions, its shortcut "A" or "B" where the shape changes."""
 
     def __init__(self, inputs: int, width: int, stride: int, shortcut: str) -> None:
         super().__init__()
@@ -64,7 +43,12 @@ class BasicBlock(nn.Module):
         self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(width)
         self.relu2 = nn.ReLU()
-        self.shortcut = _shortcut(inputs, width, stride, shortcut)
+        self.shortcut: nn.Module = nn.Identity()
+        if (inputs, stride) != (width, 1) and shortcut == "A":
+            self.shortcut = PaddedShortcut(width - inputs, stride)
+        elif (inputs, stride) != (width, 1):
+            conv = nn.Conv2d(inputs, width, 1, stride=stride, bias=False)
+            self.shortcut = nn.Sequential(conv, nn.BatchNorm2d(width))
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute [B, inputs, H, W] -> [B, width, H / stride, W / stride]."""
@@ -95,9 +79,6 @@ class ResNet(nn.Module):
         shortcut: "A" subsamples and pads with zero channels, "B" is convolution and batch norm.
         mean: [C] of images in [0, 1], one number per channel.
         std: [C], likewise.
-
-    Raises:
-        ValueError: there is no network of this depth, or no such shortcut.
     """
 
     def __init__(
@@ -134,22 +115,14 @@ class ResNet(nn.Module):
 
 
 class ResNet20(ResNet):
-    """`ResNet` of depth 20.
-
-    Args:
-        **options: those of `ResNet` except the depth.
-    """
+    """`ResNet` of depth 20."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(depth=20, **options)
 
 
 class ResNet32(ResNet):
-    """`ResNet` of depth 32.
-
-    Args:
-        **options: those of `ResNet` except the depth.
-    """
+    """`ResNet` of depth 32."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(depth=32, **options)

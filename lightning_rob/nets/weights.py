@@ -6,9 +6,9 @@ import textwrap
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import product, repeat, takewhile
+from itertools import count, product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -19,7 +19,6 @@ from lightning_rob.nets.normalize import Normalize
 from lightning_rob.runtime.files import check_file, is_undigested
 
 State = dict[str, Tensor]
-Numbering = dict[tuple[str, str], set[int]]  # text before and after a number -> numbers found
 LINE = 96  # characters of an error message's line
 
 
@@ -38,31 +37,35 @@ def load_weights(
     `ZooNet` also takes the weights of the zoo's own network.
 
     Args:
-        net: the network, changed in place.
+        net: the network, changed in place and returned.
         path: the file.
         prefix: place of the network in the file, or a part of it; None searches.
         rename: components of names in the file, or several in a row, and the network's names for
-            them, such as {"fc": "linear", "layer.0.block": "block1.layer"}; the longest one counts;
-            applied before the search.
+            them, such as {"fc": "linear", "layer.0.block": "block1.layer"}; the longest one counts.
         drop: parts of names in the file to ignore, such as "sub_block1.".
-        normalizer: place of the images' `mean` and `std` (or `mu` and `sigma`) in the file, or
-            its end, such as "model0.normalizer"; the network then normalises by them. With None,
+        normalizer: place of the images' `mean` and `std` (or `mu` and `sigma`) in the file, or its
+            end, such as "model0.normalizer", by which the network then normalises. With None,
             statistics in the file must equal the network's, unless dropped.
-
-    Returns:
-        The network.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is not a checkpoint, holds no or several such networks, or weights
-            that are not finite.
+        ValueError: not a checkpoint, none or several such networks, or weights that are not finite.
     """
     tensors = read_tensors(path)
+    candidates, statistics = _candidates(net, tensors, rename, drop)
     if normalizer is None:
-        _check_statistics(net, _without_parts(tensors, drop), path)
-    candidates = _candidates(net, tensors, rename, drop)
+        _check_statistics(net, statistics, path)
     part = _part_in_file(net, candidates)
-    state = _only_match(part, candidates, path, prefix)
+    matches = _matches(part, candidates, path, prefix)
+    if len(matches) > 1:
+        several = _shortened(list(map(repr, matches)), 12)
+        raise ValueError(
+            f"{path} holds several {type(part).__name__}: pass prefix= one of {several}"
+        )
+    state = _under(candidates, matches[0])
+    if nonfinite := [name for name, entry in state.items() if not entry.isfinite().all()]:
+        named = f"{len(nonfinite)} weights are not finite ({_shortened(nonfinite)})"
+        raise ValueError(f"{path}: {named}")
     if normalizer is not None:
         _take_statistics(net, tensors, path, normalizer)
     part.load_state_dict(state)
@@ -76,7 +79,7 @@ def member_prefixes(
     rename: Mapping[str, str] | None = None,
     drop: Sequence[str] = (),
 ) -> list[str]:
-    """Find an ensemble in a checkpoint: networks numbered from 0, `members.0` or `model0` ….
+    """Return the prefixes, for `load_weights`, of an ensemble numbered from 0 in a checkpoint.
 
     Args:
         nets: a network for each member; or a single one, then all members of its kind are found.
@@ -85,9 +88,6 @@ def member_prefixes(
         rename: as in `load_weights`.
         drop: as in `load_weights`.
 
-    Returns:
-        The members' prefixes for `load_weights`, in order.
-
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: the file is not a checkpoint, or holds no or several such ensembles.
@@ -95,15 +95,19 @@ def member_prefixes(
     tensors = read_tensors(path)
     places = []
     for net in nets:
-        candidates = _candidates(net, tensors, rename, drop)
+        candidates, _ = _candidates(net, tensors, rename, drop)
         places.append(_matches(_part_in_file(net, candidates), candidates, path, prefix))
-    numberings = [_numbering(prefixes) for prefixes in places]
-    counts = {around: _consecutive(numberings, around) for around in numberings[0]}
-    most = max(counts.values(), default=0)
+    lengths: dict[tuple[str, str], int] = {}  # members by the text around their number
+    for number in (n for place in places[0] for n in re.finditer(r"(?<!\d)0(?!\d)", place)):
+        before, after = number.string[: number.start()], number.string[number.end() :]
+        found = range(len(nets)) if len(nets) > 1 else count()
+        gap = (i for i in found if f"{before}{i}{after}" not in places[min(i, len(nets) - 1)])
+        lengths[before, after] = next(gap, len(nets))
+    most = max(lengths.values(), default=0)
     if most < len(nets):
         known = ", ".join(dict.fromkeys(repr(place) for found in places for place in found))
         raise ValueError(f"{path} holds no {type(nets[0]).__name__} numbered from 0, only: {known}")
-    ensembles = [around for around, count in counts.items() if count == most]
+    ensembles = [around for around, length in lengths.items() if length == most]
     if len(ensembles) > 1:
         several = ", ".join(repr(f"{before}0{after}") for before, after in ensembles)
         raise ValueError(f"{path} holds several ensembles, tell by prefix=: {several}")
@@ -162,38 +166,47 @@ def _flatten(tree: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
         yield from _flatten(child, f"{name}.{key}" if name else str(key))
 
 
+class _Statistics(NamedTuple):
+    """Mean and standard deviation of the images, which some authors save beside the weights."""
+
+    names: tuple[str, str]
+    values: Tensor  # [2, C]
+
+
+def _statistics(tensors: Mapping[str, Tensor]) -> dict[str, _Statistics]:
+    """Find `mean` and `std`, or `mu` and `sigma`, of one shape beside each other, by place."""
+    found: dict[str, _Statistics] = {}
+    for (first, second), name in product((("mean", "std"), ("mu", "sigma")), tensors):
+        names = name, f"{name.removesuffix(first)}{second}"
+        mean, std = tensors[name], tensors.get(names[1])
+        if not f".{name}".endswith(f".{first}") or std is None:
+            continue
+        if std.shape == mean.shape and mean.ndim:
+            values = torch.stack([mean.flatten(), std.flatten()])
+            found.setdefault(name.removesuffix(first).removesuffix("."), _Statistics(names, values))
+    return found
+
+
 def _candidates(
     net: nn.Module, tensors: State, rename: Mapping[str, str] | None, drop: Sequence[str]
-) -> State:
-    """Return the tensors that may be weights, under the network's names."""
-    tensors = _without_parts(tensors, drop)
-    statistics = {
-        f"{place}.{name}".strip(".")
-        for place in _foreign_statistics(net, tensors)
-        for name in _pair_at(tensors, place)
-    }
-    kept = {name: entry for name, entry in tensors.items() if name not in statistics}
-    return _renamed(kept, rename or {})
-
-
-def _without_parts(tensors: State, drop: Sequence[str]) -> State:
-    """Leave out names that contain one of the parts, from the start of a component on."""
-    dropped = tuple(f".{part}" for part in drop)
-    return {n: entry for n, entry in tensors.items() if not any(d in f".{n}" for d in dropped)}
-
-
-def _renamed(tensors: State, rename: Mapping[str, str]) -> State:
-    """Replace components of names; raise ValueError if two names become one."""
+) -> tuple[State, dict[str, _Statistics]]:
+    """Return the tensors that may be weights, under the network's names, and the statistics."""
+    kept = {n: t for n, t in tensors.items() if not any(f".{part}" in f".{n}" for part in drop)}
+    # A network's own weights may have such names.
+    statistics = {} if _statistics(net.state_dict()) else _statistics(kept)
+    for one in statistics.values():
+        kept = {name: entry for name, entry in kept.items() if name not in one.names}
+    if not rename:
+        return kept, statistics
     parts = "|".join(map(re.escape, sorted(rename, key=len, reverse=True)))
     whole = re.compile(rf"(?<![^.])(?:{parts})(?![^.])")
-    names = {n: whole.sub(lambda m: rename[m[0]], n) if rename else n for n in tensors}
-    twice = [name for name, times in Counter(names.values()).items() if times > 1]
-    if twice:
-        raise ValueError(f"rename {dict(rename)} gives two entries the name {twice[0]}")
-    return {names[name]: entry for name, entry in tensors.items()}
-
-
-# Where in the file a network is
+    renamed: State = {}
+    for name, entry in kept.items():
+        new = whole.sub(lambda match: rename[match[0]], name)
+        if new in renamed:
+            raise ValueError(f"rename {dict(rename)} gives two entries the name {new}")
+        renamed[new] = entry
+    return renamed, statistics
 
 
 def _part_in_file(net: nn.Module, tensors: State) -> nn.Module:
@@ -205,23 +218,6 @@ def _part_in_file(net: nn.Module, tensors: State) -> nn.Module:
     return parts[counts.index(max(counts))]
 
 
-def _only_match(net: nn.Module, tensors: State, path: object, prefix: str | None) -> State:
-    """Return the one part of a checkpoint that fits the network."""
-    matches = _matches(net, tensors, path, prefix)
-    if len(matches) > 1:
-        several = _shortened([repr(match) for match in matches], 12)
-        raise ValueError(
-            f"{path} holds several {type(net).__name__}: pass prefix= one of {several}"
-        )
-    state = _under(tensors, matches[0])
-    nonfinite = [name for name, entry in state.items() if not entry.isfinite().all()]
-    if nonfinite:
-        raise ValueError(
-            f"{path}: {len(nonfinite)} weights are not finite ({_shortened(nonfinite)})"
-        )
-    return state
-
-
 def _matches(net: nn.Module, tensors: State, path: object, prefix: str | None) -> list[str]:
     """Return the prefixes under which the network fits; raise ValueError if there are none."""
     kind, found = type(net).__name__, _prefixes(tensors, _required(net))
@@ -231,7 +227,7 @@ def _matches(net: nn.Module, tensors: State, path: object, prefix: str | None) -
     if fits and asked:
         return fits
     if fits:
-        known = _shortened([repr(place) for place in fits], 12)
+        known = _shortened(list(map(repr, fits)), 12)
         raise ValueError(f"{path} has no {kind} under {prefix!r}: pass prefix= one of {known}")
     nearest = max(asked or found or [""], key=found.__getitem__)
     where = f" (under {nearest!r})" if nearest else ""
@@ -271,103 +267,48 @@ def _differences(net: nn.Module, state: State) -> str:
             if name in state and state[name].shape != entry.shape
         ],
     }
-    return "; ".join(f"{len(n)} {kind} ({_wrapped(n)})" for kind, n in kinds.items() if n)
+    parts = []
+    for kind, names in kinds.items():
+        text = ", ".join(names)
+        if len(text) > LINE:  # on lines of their own
+            lines = textwrap.wrap(text, LINE, break_long_words=False, break_on_hyphens=False)
+            text = "\n" + textwrap.indent("\n".join(lines), "    ")
+        parts += [f"{len(names)} {kind} ({text})"] if names else []
+    return "; ".join(parts)
 
 
 def _shortened(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (", …" if len(names) > most else "")
 
 
-def _wrapped(names: Sequence[str]) -> str:
-    """Join all names, on lines of their own if they do not fit one line."""
-    text = ", ".join(names)
-    if len(text) <= LINE:
-        return text
-    wrapped = textwrap.wrap(text, LINE, break_long_words=False, break_on_hyphens=False)
-    return "\n" + textwrap.indent("\n".join(wrapped), "    ")
-
-
-def _numbering(prefixes: Iterable[str]) -> Numbering:
-    found: Numbering = {}
-    for prefix in prefixes:
-        for number in re.finditer(r"(?<!\d)(0|[1-9]\d*)(?!\d)", prefix):
-            around = prefix[: number.start()], prefix[number.end() :]
-            found.setdefault(around, set()).add(int(number[0]))
-    return found
-
-
-def _consecutive(numberings: Sequence[Numbering], around: tuple[str, str]) -> int:
-    """Count the members from 0 up to the first gap."""
-    each = enumerate(numberings if len(numberings) > 1 else repeat(numberings[0]))
-    return sum(1 for _ in takewhile(lambda pair: pair[0] in pair[1].get(around, ()), each))
-
-
-# Mean and standard deviation of the images, which some authors save beside the weights
-
-
-STATISTICS = (("mean", "std"), ("mu", "sigma"))
-
-
-def _pair_at(tensors: Mapping[str, Tensor], place: str) -> tuple[str, str]:
-    """Return the names of the mean and the standard deviation at a place."""
-    under = f"{place}." if place else ""
-    return next(pair for pair in STATISTICS if f"{under}{pair[0]}" in tensors)
-
-
-def _statistics(tensors: Mapping[str, Tensor], under: str | None = None) -> State:
-    """Find `mean` and `std`, or `mu` and `sigma`, of one shape beside each other.
-
-    Args:
-        tensors: tensors of a checkpoint by dotted names.
-        under: the place where they must be, or its end; None finds all.
-
-    Returns:
-        [2, C] (mean, std) by place.
-    """
-    found: State = {}
-    for (first, second), name in product(STATISTICS, tensors):
-        place = name.removesuffix(first)
-        mean, std = tensors[name], tensors.get(f"{place}{second}")
-        if not f".{name}".endswith(f".{first}") or std is None:
-            continue
-        at = place.removesuffix(".")
-        if std.shape == mean.shape and mean.ndim and _is_under(at, under):
-            found.setdefault(at, torch.stack([mean.flatten(), std.flatten()]))
-    return found
-
-
-def _is_under(place: str, under: str | None) -> bool:
-    return under in (None, place) or f".{place}".endswith(f".{under}")
-
-
-def _foreign_statistics(net: nn.Module, tensors: State) -> State:
-    """Find statistics that are not weights of the network under these names."""
-    return {} if _statistics(net.state_dict()) else _statistics(tensors)
-
-
-def _check_statistics(net: nn.Module, tensors: State, path: object) -> None:
+def _check_statistics(net: nn.Module, found: Mapping[str, _Statistics], path: object) -> None:
     """Refuse a checkpoint whose images were normalised by other numbers than the network's."""
     own = [torch.stack([layer.mean, layer.std]).flatten(1) for layer in _layers(net)]
-    for place, statistics in _foreign_statistics(net, tensors).items():
-        if own and not any(_differ(one, statistics) for one in own):
+    for place, (names, values) in found.items():
+        # Of another number of channels they are not of these images.
+        other = [
+            one.shape == values.shape and not one.allclose(values.to(one), atol=1e-6) for one in own
+        ]
+        if own and not any(other):
             continue
         does = f"normalises by {_rounded(own[0])}" if own else "has no Normalize"
-        last = f"{place}.".rpartition(".")[0].rpartition(".")[2]
-        drop = [f"{last}.{name}".strip(".") for name in _pair_at(tensors, place)]
+        last = place.rpartition(".")[2]
+        drop = [f"{last}.{name.rpartition('.')[2]}".strip(".") for name in names]
         raise ValueError(
-            f"{path} normalises by {_rounded(statistics)} ({place}), {type(net).__name__} {does}:"
+            f"{path} normalises by {_rounded(values)} ({place}), {type(net).__name__} {does}:"
             f" pass normalizer={place!r} to take the file's, or drop={drop} to ignore them"
         )
 
 
 def _take_statistics(net: nn.Module, tensors: State, path: object, normalizer: str) -> None:
     """Make the network normalise images by the checkpoint's statistics."""
-    layers, found = _layers(net), _statistics(tensors, normalizer)
+    layers, known = _layers(net), _statistics(tensors)
+    found = {p: one.values for p, one in known.items() if f".{p}".endswith(f".{normalizer}")}
     if not layers:
         raise ValueError(f"{type(net).__name__} has no Normalize, got normalizer={normalizer!r}")
     if not found:
-        known = ", ".join(map(repr, _statistics(tensors))) or "nowhere"
-        raise ValueError(f"{path} has no mean and std under {normalizer!r}, they are: {known}")
+        places = ", ".join(map(repr, known)) or "nowhere"
+        raise ValueError(f"{path} has no mean and std under {normalizer!r}, they are: {places}")
     first, *others = found.values()
     if not all(torch.equal(first, other) for other in others):
         several = ", ".join(map(repr, found))
@@ -378,11 +319,6 @@ def _take_statistics(net: nn.Module, tensors: State, path: object, normalizer: s
 
 def _layers(net: nn.Module) -> list[Normalize]:
     return [layer for layer in net.modules() if isinstance(layer, Normalize)]
-
-
-def _differ(one: Tensor, other: Tensor) -> bool:
-    """Return whether both have the same number of channels, but other values."""
-    return one.shape == other.shape and not torch.allclose(one, other.to(one), atol=1e-6)
 
 
 def _rounded(statistics: Tensor) -> str:

@@ -29,16 +29,10 @@ def _padding(stride: int, same: bool) -> tuple[nn.Module | None, int]:
 
 
 class PreActivation(nn.Module, ABC):
-    """Residual block with batch norm and ReLU before each 3x3 convolution (He et al. 2016b).
+    """Residual block with batch norm and activation before each 3x3 convolution (He et al. 2016b).
 
     Subclasses hold the projection on the shortcut, under the name of their published checkpoints.
-
-    Args:
-        inputs: input channels.
-        width: output channels.
-        stride: 2 halves height and width.
-        activation: in place of ReLU.
-        same: TensorFlow's SAME padding of the strided convolution.
+    A stride of 2 halves height and width; `activation` and `same` are those of `WideResNet`.
     """
 
     def __init__(
@@ -55,15 +49,7 @@ class PreActivation(nn.Module, ABC):
 
     @abstractmethod
     def skip(self, x: Tensor, active: Tensor) -> Tensor:
-        """Return the shortcut's term.
-
-        Args:
-            x: [B, inputs, H, W] the block's input.
-            active: [B, inputs, H, W] the input after batch norm and ReLU.
-
-        Returns:
-            [B, width, H / stride, W / stride].
-        """
+        """Return the shortcut's term of the input, plain and behind batch norm and activation."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute [B, inputs, H, W] -> [B, width, H / stride, W / stride]."""
@@ -82,15 +68,7 @@ def _projection(inputs: int, width: int, stride: int) -> nn.Conv2d | None:
 
 
 class WideBlock(PreActivation):
-    """Pre-activation block of `WideResNet`; its projection is called `convShortcut`.
-
-    Args:
-        inputs: input channels.
-        width: output channels.
-        stride: 2 halves height and width.
-        activation: in place of ReLU.
-        same: TensorFlow's SAME padding of the strided convolution.
-    """
+    """Block of `WideResNet`; its projection is called `convShortcut`."""
 
     def __init__(
         self, inputs: int, width: int, stride: int, activation: Activation, same: bool
@@ -134,9 +112,6 @@ class WideResNet(nn.Module):
         std: [C], likewise.
         activation: "relu", or "silu" (Swish), x sigmoid(x).
         same: TensorFlow's SAME padding of strided convolutions, below and to the right only.
-
-    Raises:
-        ValueError: there is no network of this depth or width, or no such activation.
     """
 
     def __init__(
@@ -175,27 +150,14 @@ class WideResNet(nn.Module):
 
 
 class WRN28_4(WideResNet):
-    """`WideResNet` of depth 28, four times as wide.
-
-    Args:
-        **options: those of `WideResNet` except depth and width.
-    """
+    """`WideResNet` of depth 28, four times as wide."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(depth=28, widen=4, **options)
 
 
 class PreActBlock(PreActivation):
-    """Pre-activation block of `PreActResNet18`; its projection is the last layer of `shortcut`.
-
-    Args:
-        inputs: input channels.
-        width: output channels.
-        stride: 2 halves height and width.
-        activation: in place of ReLU.
-        shortcut: as in `PreActResNet18`.
-        same: TensorFlow's SAME padding of strided 3x3 convolutions.
-    """
+    """Block of `PreActResNet18`; its projection is the last layer of `shortcut`."""
 
     def __init__(
         self,
@@ -238,9 +200,6 @@ class PreActResNet18(nn.Module):
             norm and activation, 1x1 of the block's "input" itself, or "3x3" of the block's input.
         same: TensorFlow's SAME padding of strided 3x3 convolutions, below and to the right only.
         final_norm: batch norm and activation before the mean over the image.
-
-    Raises:
-        ValueError: there is no such activation or shortcut.
     """
 
     def __init__(

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -13,19 +12,20 @@ from lightning_rob.nets.hub import CONFIG, HUB, WEIGHTS, hub_folder
 from lightning_rob.nets.normalize import IMAGENET_MEAN, IMAGENET_STD, Normalize
 from lightning_rob.nets.robustbench import DEFAULT_FOLDER, NETWORKS, classes_of
 from lightning_rob.nets.weights import load_weights
+from lightning_rob.runtime.errors import nearest
 
 ROBUSTBENCH = "robustbench/"
 CLASSES = 10  # K where neither the caller nor the weights' name says it
 
 
 class Found(NamedTuple):
-    """Network of a zoo and the statistics of its training images.
+    """Network of a zoo and the statistics of its training images, [C] each.
 
     Args:
-        net: its network.
-        mean: [C] of images in [0, 1].
-        std: [C], likewise.
-        file: of its weights, if it is still to be loaded.
+        net: the network.
+        mean: mean of images in [0, 1].
+        std: their standard deviation.
+        file: file of weights that are still to be loaded.
         layout: names in that file, as options of `load_weights`.
     """
 
@@ -39,20 +39,10 @@ class Found(NamedTuple):
 def _known(name: str, names: Iterable[str], kind: str) -> str:
     """Return the name if it is known; else raise ValueError with the closest names."""
     names = list(names)
-    if name in names:
-        return name
-    close = get_close_matches(name, names, n=3, cutoff=0.4)
-    hint = f", did you mean {', '.join(close)}?" if close else ""
-    raise ValueError(f"no {kind} {name!r}{hint}")
-
-
-def _swap_head(net: nn.Module, fresh: nn.Module) -> nn.Module:
-    """Replace the layers whose weights have another shape in a fresh network by the fresh ones."""
-    for path, layer in list(fresh.named_modules()):
-        weight, old = getattr(layer, "weight", None), net.get_submodule(path)
-        if isinstance(weight, Tensor) and weight.shape != old.weight.shape:
-            net.set_submodule(path, layer)
-    return net
+    if name not in names:
+        listed = f": {', '.join(names)}" if len(names) < 10 else ""
+        raise ValueError(f"no {kind} {name!r}{nearest(name, names, listed)}")
+    return name
 
 
 def torchvision_net(name: str, classes: int | None, weights: str | None) -> Found:
@@ -66,8 +56,14 @@ def torchvision_net(name: str, classes: int | None, weights: str | None) -> Foun
         return Found(fresh)
     known = models.get_model_weights(name)
     chosen = known[_known(weights, known.__members__, f"weights of {name}")]
+    net = models.get_model(name, weights=chosen)
+    # Another number of classes: the layers whose weights have another shape are the fresh ones.
+    for path, layer in list(fresh.named_modules()):
+        weight, old = getattr(layer, "weight", None), net.get_submodule(path)
+        if isinstance(weight, Tensor) and weight.shape != old.weight.shape:
+            net.set_submodule(path, layer)
     images = chosen.transforms()
-    return Found(_swap_head(models.get_model(name, weights=chosen), fresh), images.mean, images.std)
+    return Found(net, images.mean, images.std)
 
 
 def _timm() -> Any:

@@ -7,86 +7,77 @@ from copy import deepcopy
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NoReturn
 
 import jsonargparse
 import yaml
+from yaml.composer import Composer
 
+from lightning_rob.recipes.trust import install
 from lightning_rob.runtime.errors import InputError
 
+TAG = "tag:yaml.org,2002:"
 PLAIN_TAGS = ("str", "int", "float", "bool", "null", "seq", "map")
 MAX_CHARACTERS, MAX_NODES, MAX_DEPTH = 2_000_000, 200_000, 60
 FRACTION = re.compile(r"(-?\d+(?:\.\d+)?)\s*/\s*(?!0+(?:\.0+)?$)(\d+(?:\.\d+)?)")  # not by 0
-Loader: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+FLOAT = re.compile(  # also 1e-3, which is a text in YAML 1.1
+    r"[-+]?(?:\d[\d_]*\.[\d_]*(?:[eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.[\d_]+(?:[eE][-+]?\d+)?"
+    r"|\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+)
+CSafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-def validate(text: str) -> None:
-    """Check a YAML text without building objects from it.
+class Loader(Composer, CSafeLoader):  # type: ignore[misc]
+    """Loader that refuses a document while its tree grows, before deep ones overflow the stack."""
 
-    Raises:
-        ValueError: a Python tag, a duplicate key, a cycle, too deep or too large.
-        yaml.YAMLError: not YAML.
-    """
-    if len(text) > MAX_CHARACTERS:
-        raise ValueError(f"{len(text):,} characters of YAML, at most {MAX_CHARACTERS:,} are read")
-    # Events come one by one: the tree is built only once it is known to be flat and small, for
-    # deep ones overflow the stack.
-    depth = nodes = 0
-    for event in yaml.parse(text, Loader=Loader):
-        line = event.start_mark.line + 1 if event.start_mark else 0
+    yaml_implicit_resolvers: ClassVar = {  # a date is a text
+        letter: [pair for pair in pairs if pair[0] not in (f"{TAG}timestamp", f"{TAG}float")]
+        for letter, pairs in CSafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def __init__(self, text: str) -> None:
+        CSafeLoader.__init__(self, text)
+        Composer.__init__(self)
+        self.depth = 0
+        self.sizes: dict[yaml.Node, int] = {}  # with aliases written out
+
+    def _refuse(self, mark: yaml.Mark, reason: str) -> NoReturn:
+        raise InputError(f"YAML: line {mark.line + 1}: {reason}")
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Compose a node, and refuse a tag, a duplicate key, a cycle, a deep or large tree."""
+        event = self.peek_event()
+        mark = event.start_mark
         tag = getattr(event, "tag", None) or ""
-        kind = tag.removeprefix("tag:yaml.org,2002:")
-        if kind != tag and kind not in PLAIN_TAGS:
-            raise ValueError(
-                f"line {line}: the tag !!{kind} asks for Python objects: a recipe is plain data"
-            )
-        depth += isinstance(event, yaml.CollectionStartEvent)
-        depth -= isinstance(event, yaml.CollectionEndEvent)
-        nodes += isinstance(event, yaml.NodeEvent)
-        if depth > MAX_DEPTH:
-            raise ValueError(f"line {line}: more than {MAX_DEPTH} levels of lists and mappings")
-        _check_size(nodes, line)
-    if (root := yaml.compose(text, Loader=Loader)) is not None:
-        _count(root, {})
+        if tag.startswith(TAG) and (kind := tag.removeprefix(TAG)) not in PLAIN_TAGS:
+            self._refuse(mark, f"the tag !!{kind} asks for Python objects: a recipe is plain data")
+        if self.depth > MAX_DEPTH:
+            self._refuse(mark, f"more than {MAX_DEPTH} levels of lists and mappings")
+        self.depth += 1
+        node: Any = super().compose_node(parent, index)
+        self.depth -= 1
+        if isinstance(event, yaml.AliasEvent):
+            if node not in self.sizes:  # it is still open
+                self._refuse(mark, "an alias is inside what it stands for: a cycle")
+            return node
+        parts: list[yaml.Node] = [] if isinstance(node, yaml.ScalarNode) else node.value
+        if isinstance(node, yaml.MappingNode):
+            parts = [part for pair in node.value for part in pair]
+            keys = set()
+            for key, _ in node.value:
+                name = key.value if isinstance(key, yaml.ScalarNode) else key
+                if name in keys:
+                    self._refuse(
+                        key.start_mark, f"the key {name!r} is given twice: keep one of them"
+                    )
+                keys.add(name)
+        self.sizes[node] = 1 + sum(self.sizes[part] for part in parts)
+        if self.sizes[node] > MAX_NODES:
+            self._refuse(mark, f"more than {MAX_NODES:,} values, aliases written out")
+        return node
 
 
-def _count(node: yaml.Node, counted: dict[yaml.Node, int | None]) -> int:
-    """Return the number of nodes in a tree with aliases written out, and check its keys.
-
-    Args:
-        node: root of the tree.
-        counted: numbers of the nodes seen so far; None while a node is open.
-    """
-    line = node.start_mark.line + 1
-    if node in counted:
-        if (known := counted[node]) is None:
-            raise ValueError(f"line {line}: an alias is inside what it stands for: a cycle")
-        return known
-    counted[node] = None
-    children: list[yaml.Node] = []
-    if isinstance(node, yaml.SequenceNode):
-        children = node.value
-    elif isinstance(node, yaml.MappingNode):
-        children = [part for pair in node.value for part in pair]
-        keys: set[str | yaml.Node] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in keys:
-                at = key.start_mark.line + 1
-                raise ValueError(
-                    f"line {at}: the key {key.value!r} is given twice: keep one of them"
-                )
-            keys.add(key.value if isinstance(key, yaml.ScalarNode) else key)
-    nodes = 1
-    for child in children:
-        nodes += _count(child, counted)
-        _check_size(nodes, line)
-    counted[node] = nodes
-    return nodes
-
-
-def _check_size(nodes: int, line: int) -> None:
-    if nodes > MAX_NODES:
-        raise ValueError(f"line {line}: more than {MAX_NODES:,} values, aliases written out")
+Loader.add_implicit_resolver(f"{TAG}float", FLOAT, list("-+0123456789."))
 
 
 def parse_fractions(value: Any) -> Any:
@@ -105,27 +96,30 @@ def parse_fraction_arg(arg: str) -> str:
 
     jsonargparse reads simple values of the command line without the loader.
     """
-    option, equals, value = arg.partition("=") if arg.startswith("--") else ("", "", arg)
+    option, equals, value = arg.partition("=")
     return f"{option}{equals}{parse_fractions(value)}"
 
 
-_default_load = jsonargparse.get_loader("yaml")
+def one_line(content: Any) -> str:
+    """Return plain data as YAML of one line."""
+    text = yaml.safe_dump(content, default_flow_style=True, width=float("inf"), sort_keys=False)
+    return str(text).strip()
 
 
-@lru_cache(maxsize=64)  # a file is read to check it, and again by jsonargparse
+@lru_cache(maxsize=64)  # the same texts are read to check them, and again by jsonargparse
 def _load(text: str) -> Any:
+    if len(text) > MAX_CHARACTERS:
+        raise InputError(
+            f"YAML: {len(text):,} characters of YAML, at most {MAX_CHARACTERS:,} are read"
+        )
     try:
-        validate(text)
-    except ValueError as error:
-        raise InputError(f"YAML: {error}") from error
-    try:
-        return parse_fractions(_default_load(text))
-    except (ValueError, LookupError) as error:
+        return parse_fractions(yaml.load(text, Loader=Loader))
+    except (ValueError, LookupError, TypeError) as error:
         raise InputError(f"YAML: a value does not fit its tag: {error}") from error
 
 
 def load(text: str) -> Any:
-    """Return the content of a YAML text as jsonargparse reads it, with fractions as numbers.
+    """Return the content of a YAML text, with fractions as numbers.
 
     Raises:
         InputError: not plain data of a sane size.
@@ -139,7 +133,7 @@ def load_file(path: Path, kind: str) -> Any:
 
     Args:
         path: the file.
-        kind: of file, for the error, such as "a plug-in".
+        kind: kind of file for the error, such as "a plug-in".
 
     Raises:
         InputError: it cannot be read, or is not plain data of a sane size.
@@ -153,8 +147,13 @@ def load_file(path: Path, kind: str) -> Any:
 
 
 @contextmanager
-def plain_yaml() -> Iterator[None]:
-    """Let jsonargparse read every file and every value of an option by `load` in the block."""
+def reading_recipes() -> Iterator[None]:
+    """Let jsonargparse read files and values by `load` in the block, and import trusted names only.
+
+    Raises:
+        InputError: an allowed prefix is not a prefix of module names.
+    """
+    install()
     previous = jsonargparse.get_loader("yaml")
     jsonargparse.set_loader("yaml", load, exceptions=(yaml.YAMLError,))
     try:

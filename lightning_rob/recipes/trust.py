@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import jsonargparse
 
 import lightning_rob
+from lightning_rob.runtime.errors import InputError
 
 OPTION, VARIABLE = "--allow-import", "LIGHTNING_ROB_ALLOW_IMPORT"
 # Classes and functions that compute. Excluded is code that loads, downloads, starts or writes as
@@ -40,50 +41,38 @@ _granted: set[str] = set()
 
 
 @contextmanager
-def allow_imports(args: Sequence[str]) -> Iterator[list[str]]:
-    """Allow the prefixes of `--allow-import` in this process and in those it starts.
-
-    Args:
-        args: a command line with joined values.
-
-    Yields:
-        The command line without `--allow-import`.
-    """
-    prefixes = [arg.partition("=")[2] for arg in args if _is_allowance(arg)]
+def allow_imports(prefixes: Sequence[str]) -> Iterator[None]:
+    """Allow prefixes of module names in this process and in those it starts."""
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = ",".join([before or "", *(p or "nothing at all" for p in prefixes)])
     try:
-        yield [arg for arg in args if not _is_allowance(arg)]
+        yield
     finally:
         os.environ.pop(VARIABLE)
         if before is not None:
             os.environ[VARIABLE] = before
 
 
-def _is_allowance(arg: str) -> bool:
-    return arg.partition("=")[0] == OPTION
-
-
 def allowed() -> set[str]:
-    """Prefixes that the user has allowed.
+    """Return the prefixes that the user has allowed.
 
     Raises:
-        ValueError: one of them is not a prefix of module names.
+        InputError: one of them is not a prefix of module names.
     """
-    names = [name.strip() for name in os.environ.get(VARIABLE, "").split(",")]
-    for name in filter(None, names):
+    names = {name.strip() for name in os.environ.get(VARIABLE, "").split(",")} - {""}
+    for name in names:
         if not all(part.isidentifier() for part in name.split(".")):
-            raise ValueError(f"{OPTION} takes names such as mypackage.nets, got {name!r}")
+            raise InputError(f"{OPTION} takes names such as mypackage.nets, got {name!r}")
         if name.split(".")[0] == "jsonargparse":
-            raise ValueError(f"{OPTION} {name} would let a recipe change what is allowed")
-    return {*filter(None, names)}
+            raise InputError(f"{OPTION} {name} would let a recipe change what is allowed")
+    return names
 
 
 def install() -> None:
     """Let jsonargparse import only trusted and allowed names from now on.
 
     Raises:
-        ValueError: an allowed prefix is not a prefix of module names.
+        InputError: an allowed prefix is not a prefix of module names.
     """
     granted = allowed()
     jsonargparse.set_parsing_settings(

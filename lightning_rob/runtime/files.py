@@ -17,7 +17,6 @@ import torch
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 MANIFEST_SUFFIX = ".sha256"
-MARKUP = (b"<!doctype", b"<html", b"<head", b"<?xml")
 MOST_CONTENT, MOST_RATIO = 2**26, 16  # bytes of an archive's content, or times its size
 Stamp = tuple[int, int, int]  # inode, bytes, time of change
 
@@ -47,11 +46,8 @@ def atomic_write(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def name_beside(name: str, suffix: str) -> str:
-    """Return the name of a file beside another one, whose name it starts with.
-
-    It has no "ckpt_": Lightning looks for the checkpoint of a requeued job among all such names, by
-    the digits in them.
-    """
+    """Return the name of a file beside another one, whose name it starts with."""
+    # Lightning takes the digits in any name with "ckpt_" for the number of a checkpoint.
     return name.replace("ckpt_", "ckpt-") + suffix
 
 
@@ -109,11 +105,7 @@ def stamp_of(path: Path) -> Stamp | None:
 
 @contextmanager
 def raise_thread_errors() -> Iterator[None]:
-    """Re-raise write errors of background threads (such as TensorBoard's) at the end of the block.
-
-    Raises:
-        OSError: a thread could not write.
-    """
+    """Re-raise write errors of background threads, such as TensorBoard's, when the block ends."""
     previous, failures = threading.excepthook, list[OSError]()
 
     def record(failure: Any) -> None:
@@ -158,19 +150,19 @@ def check_content_size(path: Path) -> None:
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal."""
+    """Return the SHA-256 of a file's bytes, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def manifest_path(path: Path) -> Path:
-    """Path of a file's manifest; for a symbolic link, that of its target."""
+    """Return the path of a file's manifest; for a symbolic link, that of its target."""
     target = path.resolve() if path.is_symlink() else path
     return target.with_name(manifest_name(target.name))
 
 
 def manifest_name(name: str) -> str:
-    """Name of the manifest of a file of this name."""
+    """Return the name of the manifest of a file of this name."""
     return name_beside(name, MANIFEST_SUFFIX)
 
 
@@ -198,7 +190,7 @@ def check_manifest(path: Path) -> None:
 
 
 def _recorded_digest(path: Path) -> str:
-    """Digest in the manifest; "" without a manifest, a text that no file has for an empty one."""
+    """Return the digest in the manifest: "" without one, a text of no file for an empty one."""
     try:
         words = manifest_path(path).read_text(encoding="ascii", errors="replace").split()
     except FileNotFoundError:
@@ -212,49 +204,37 @@ def check_file(path: Path) -> None:
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: a folder, a FIFO, empty, an HTML page, a pointer of Git LFS, changed, or an
-            archive of much larger content.
+            archive that is damaged or of much larger content.
     """
     if path.is_dir():
         raise ValueError(f"{path} is a folder, not a PyTorch checkpoint: name the file in it")
     check_regular(path)
     with path.open("rb") as file:
         start = file.read(200).lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    reason = ""
     if not start:
-        raise ValueError(f"{path} is not a PyTorch checkpoint: it is empty")
-    if start.startswith(MARKUP):
-        raise ValueError(
-            f"{path} is not a PyTorch checkpoint: it is an HTML page, as a failed download leaves "
-            "it; fetch the file itself"
-        )
-    if start.startswith(b"version https://git-lfs"):
-        raise ValueError(
-            f"{path} is not a PyTorch checkpoint: it is a pointer of Git LFS; run git lfs pull"
-        )
+        reason = "it is empty"
+    elif start.startswith((b"<!doctype", b"<html", b"<head", b"<?xml")):
+        reason = "it is an HTML page, as a failed download leaves it; fetch the file itself"
+    elif start.startswith(b"version https://git-lfs"):
+        reason = "it is a pointer of Git LFS; run git lfs pull"
+    if reason:
+        raise ValueError(f"{path} is not a PyTorch checkpoint: {reason}")
     check_manifest(path)
-    is_archive = zipfile.is_zipfile(path)
-    if is_archive:
-        check_content_size(path)
-    if manifest_path(path).exists():
+    if not zipfile.is_zipfile(path):
         return
-    if is_archive:
-        check_archive(path)
+    check_content_size(path)
+    if not manifest_path(path).exists():
+        # torch skips the checksums of an archive's parts.
+        try:
+            with zipfile.ZipFile(path) as archive:
+                broken = archive.testzip()
+        except zipfile.BadZipFile as error:
+            broken = str(error)
+        if broken:
+            raise ValueError(f"{path} is damaged ({broken}): fetch it again or take another")
 
 
 def is_undigested(path: Path) -> bool:
     """Return whether a file of `torch.save` has neither a manifest nor checksums of its parts."""
     return not manifest_path(path).exists() and not zipfile.is_zipfile(path)
-
-
-def check_archive(path: Path) -> None:
-    """Compare the parts of a file of `torch.save` with their checksums, which torch skips.
-
-    Raises:
-        ValueError: a part has changed.
-    """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            broken = archive.testzip()
-    except zipfile.BadZipFile as error:
-        broken = str(error)
-    if broken:
-        raise ValueError(f"{path} is damaged ({broken}): fetch it again or take another")

@@ -12,8 +12,9 @@ import math
 import re
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache, partial
@@ -29,9 +30,8 @@ from torch import Tensor, nn
 DIGITS = 16  # hexadecimal digits of a fingerprint or key
 TORCH_ATTRIBUTES = set(vars(nn.Module())) | {"training"}
 NUMBERS = (bool, int, float, complex, str, bytes, tuple, Tensor, np.ndarray, np.generic)
-CONTAINERS = (list, dict, set, frozenset, deque, SimpleNamespace)
 TEXTS = (range, slice, PurePath, torch.device, torch.dtype, Enum)
-STATE = ("_parameters", "_buffers", "_modules")
+PLAIN = (list, set, frozenset, deque, SimpleNamespace, *TEXTS, partial, type)
 LIBRARIES = {"lightning_rob", "lightning", "torch", "torchvision", "torchmetrics", "kornia"}
 LIBRARIES |= {"numpy", "timm", "pytorch_lightning", "lightning_fabric"}
 
@@ -54,9 +54,8 @@ def attack_spec(value: Any) -> Any:
         value: an attack, or anything that is an argument of one.
 
     Returns:
-        {"class_path": …, "init_args": {…}} for an attack, threat or other object, the import path
-        for a function such as the objective, and numbers, texts, lists and mappings as themselves.
-        An infinite number is the text "inf", for JSON has none.
+        {"class_path": …, "init_args": {…}} for an object, the import path for a function, numbers,
+        texts, lists and mappings as themselves; "inf" for an infinite number, for JSON has none.
     """
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
@@ -118,7 +117,11 @@ class _Digests:
         if isinstance(value, ModuleType | logging.Logger):
             return [type(value), getattr(value, "__name__", "") or value.name]
         if isinstance(value, type):
-            return self._class(value)
+            users = [base for base in value.__mro__ if not is_library(base.__module__)]
+            # Local classes of one name may differ by what their methods hold, or by their place.
+            local = [vars(base) for base in users if "<locals>" in base.__qualname__]
+            methods = [part for own in local for part in own.values() if inspect.isfunction(part)]
+            return [_name(value), *map(self._source, users), *map(self.of, methods)]
         return self._routine(value) if inspect.isroutine(value) else self._object(value)
 
     def _array(self, value: Tensor | np.ndarray) -> Any:
@@ -139,19 +142,14 @@ class _Digests:
             return self.of(wrapped) if wrapped else _name(value)
         # Values that a local function holds are arguments, as those of a partial.
         cells = [None if c == CellType() else c.cell_contents for c in value.__closure__ or ()]
-        held = [value.__defaults__, value.__kwdefaults__, cells, wrapped]
-        if is_library(value.__module__):
-            return [_name(value), self.of(held)]
-        # Two lambdas of one line have one name, but not one place.
-        place = [*value.__code__.co_positions()]
-        return [_name(value), place, self._source(value), self.of(held)]
-
-    def _class(self, kind: type) -> Any:
-        users = [base for base in kind.__mro__ if not is_library(base.__module__)]
-        # Local classes of one name may differ by what their methods hold, or by their place.
-        local = [vars(base) for base in users if "<locals>" in base.__qualname__]
-        methods = [part for own in local for part in own.values() if inspect.isfunction(part)]
-        return [_name(kind), *map(self._source, users), *map(self.of, methods)]
+        parts: list[Any] = [
+            _name(value),
+            self.of([value.__defaults__, value.__kwdefaults__, cells, wrapped]),
+        ]
+        if not is_library(value.__module__):
+            # Two lambdas of one line have one name, but not one place.
+            parts += [[*value.__code__.co_positions()], self._source(value)]
+        return parts
 
     def _source(self, value: Any) -> str:
         """Return a digest of the files behind a class or function; in a notebook there is none."""
@@ -161,23 +159,21 @@ class _Digests:
     def _object(self, value: Any) -> Any:
         kind = self.of(type(value))
         if isinstance(value, nn.Module):
-            return [kind, *self._module(value)]
+            if hasattr(value, "_orig_mod"):  # by torch.compile
+                return [kind, self.of(value._orig_mod)]
+            # Not the state dict: normalisation and probabilities are buffers that it leaves out.
+            parts = ("_parameters", "_buffers", "_modules")
+            state = self.of([[*getattr(value, part).items()] for part in parts])
+            if isinstance(value, torch.jit.ScriptModule):
+                code = value._c.dump_to_str(code=True, attrs=True, params=False)
+                return [kind, re.sub(r" at 0x\w+| # .*", "", code), state]
+            code = value.code if isinstance(value, torch.fx.GraphModule) else None
+            return [kind, code, self.of(_arguments(value)), state]
         if is_dataclass(value):
             return [kind, self.of({f.name: getattr(value, f.name) for f in fields(value)})]
         if isinstance(getattr(value, "__dict__", None), dict) and vars(value):
             return [kind, self.of(_arguments(value))]
         return [kind, self._unknown(value) if " at 0x" in repr(value) else repr(value)]
-
-    def _module(self, value: nn.Module) -> list[Any]:
-        if hasattr(value, "_orig_mod"):  # by torch.compile
-            return [self.of(value._orig_mod)]
-        # Not the state dict: normalisation and probabilities are buffers that it leaves out.
-        state = [[*getattr(value, part).items()] for part in STATE]
-        if isinstance(value, torch.jit.ScriptModule):
-            code = value._c.dump_to_str(code=True, attrs=True, params=False)
-            return [re.sub(r" at 0x\w+| # .*", "", code), self.of(state)]
-        code = value.code if isinstance(value, torch.fx.GraphModule) else None
-        return [code, *map(self.of, (_arguments(value), state))]
 
     def _unknown(self, value: Any) -> str:
         """Return a text that no other process produces."""
@@ -193,6 +189,46 @@ def _name(value: Any) -> str:
     return f"{getattr(value, '__module__', '')}.{value.__qualname__}"
 
 
+def _public_attributes(value: Any) -> dict[str, Any]:
+    """Return an object's arguments, without private state and torch's bookkeeping."""
+    own = vars(value) if hasattr(value, "__dict__") else {}
+    return {k: v for k, v in own.items() if k not in TORCH_ATTRIBUTES and not k.startswith("_")}
+
+
+def _arguments(value: Any) -> dict[str, Any]:
+    """Return an object's public attributes and, of a user's class, its private values.
+
+    Private containers and objects count for networks alone: others may keep records in them.
+    """
+    found = _public_attributes(value)
+    if is_library(type(value).__module__):  # whose private state may be a cache
+        return found
+    volatile = _bookkeeping()
+    for name, part in vars(value).items():
+        if not name.startswith("_") or name in volatile:
+            continue
+        counts = isinstance(part, NUMBERS)
+        if isinstance(value, nn.Module) and not counts:
+            plain = isinstance(part, PLAIN) or inspect.isroutine(part)
+            # Lightning adds an empty mapping, and a library may keep a lock.
+            users = not is_library(type(part).__module__)
+            counts = bool(part) if isinstance(part, Mapping) else plain or users
+        if counts:
+            found[name] = part
+    return found
+
+
+def _bookkeeping() -> set[str]:
+    """Return the private attributes of torch and of a LightningModule, which change in a run."""
+    lightning = sys.modules.get("lightning.pytorch")  # not imported here: attacks need only torch
+    return _attributes_of(getattr(lightning, "LightningModule", nn.Module))
+
+
+@cache
+def _attributes_of(kind: type[nn.Module]) -> set[str]:
+    return TORCH_ATTRIBUTES | {*vars(kind())} | {"_current_fx_name"}
+
+
 @cache
 def _sources(module: str) -> str:
     """Return a digest of a user's file and of those that it imports, as first seen."""
@@ -204,25 +240,18 @@ def _sources(module: str) -> str:
         if name in found or is_library(name) or not path.is_file() or path.suffix != ".py":
             continue
         found[name] = path.read_bytes()
-        if not {"site-packages", "dist-packages"} & {*path.parts}:
-            waiting += _imports(found[name], sys.modules[name].__package__ or "")
+        if {"site-packages", "dist-packages"} & {*path.parts}:
+            continue
+        package = sys.modules[name].__package__ or ""
+        with suppress(SyntaxError):  # edited since it was imported
+            for node in ast.walk(ast.parse(found[name])):
+                if isinstance(node, ast.Import):
+                    waiting += [alias.name for alias in node.names]
+                elif isinstance(node, ast.ImportFrom):
+                    above = package.rsplit(".", node.level - 1)[0] if node.level else ""
+                    origin = ".".join(filter(None, (above, node.module)))
+                    waiting += [origin, *(f"{origin}.{alias.name}" for alias in node.names)]
     return _hashed(sorted(found.items()))
-
-
-def _imports(source: bytes, package: str) -> Iterator[str]:
-    """Yield the modules, and names that may be modules, which a file imports."""
-    try:
-        nodes = [*ast.walk(ast.parse(source))]
-    except SyntaxError:  # edited since it was imported
-        return
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            above = package.rsplit(".", node.level - 1)[0] if node.level else ""
-            origin = ".".join(filter(None, (above, node.module)))
-            yield origin
-            yield from (f"{origin}.{alias.name}" for alias in node.names)
 
 
 def is_library(module: str) -> bool:
@@ -235,52 +264,8 @@ def is_library(module: str) -> bool:
     return package in LIBRARIES or (package in sys.stdlib_module_names and package != "__main__")
 
 
-def _arguments(value: Any) -> dict[str, Any]:
-    """Return an object's public attributes and, of a user's class, its private values.
-
-    Private containers and objects count for networks alone: others may keep records in them.
-    """
-    if is_library(type(value).__module__):  # whose private state may be a cache
-        return _public_attributes(value)
-    is_network = isinstance(value, nn.Module)
-    own = {k: v for k, v in vars(value).items() if k.startswith("_") and k not in _volatile()}
-    return _public_attributes(value) | {
-        k: v for k, v in own.items() if isinstance(v, NUMBERS) or (is_network and _is_argument(v))
-    }
-
-
-def _is_argument(value: Any) -> bool:
-    """Whether a private attribute of a network counts, as opposed to a lock of a library."""
-    if isinstance(value, Mapping):
-        return bool(value)  # Lightning adds an empty one
-    plain = (*NUMBERS, *CONTAINERS, *TEXTS, partial, type)
-    users = not is_library(type(value).__module__)
-    return users or isinstance(value, plain) or inspect.isroutine(value)
-
-
-def _volatile() -> set[str]:
-    """Return the private attributes of torch and of a LightningModule, which change in a run."""
-    lightning = sys.modules.get("lightning.pytorch")  # not imported here: attacks need only torch
-    return _attributes_of(getattr(lightning, "LightningModule", nn.Module))
-
-
-@cache
-def _attributes_of(kind: type[nn.Module]) -> set[str]:
-    return TORCH_ATTRIBUTES | {*vars(kind())} | {"_current_fx_name"}
-
-
-def _public_attributes(value: Any) -> dict[str, Any]:
-    """Return an object's arguments, without private state and torch's bookkeeping."""
-    own = vars(value) if hasattr(value, "__dict__") else {}
-    return {k: v for k, v in own.items() if k not in TORCH_ATTRIBUTES and not k.startswith("_")}
-
-
 def fingerprint(module: nn.Module) -> str:
-    """Return a digest of a module: weights, buffers, arguments, rule, source files of its classes.
-
-    Args:
-        module: a network or a defense.
-    """
+    """Return a digest of a network or a defense: weights, arguments, rule, files of its classes."""
     try:
         return _hashed(_Digests().of(module))[:DIGITS]
     except RecursionError:  # very many layers, one inside the other

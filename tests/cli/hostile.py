@@ -1,9 +1,7 @@
 """Files of a stranger, each of which would leave a file behind if its code were run."""
 
 import io
-import pickle
 import sys
-import warnings
 from collections.abc import Callable
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -38,26 +36,9 @@ class Exec:
         return exec, (TOUCH,)
 
 
-class System:
-    """Pickles into a command."""
-
-    def __reduce__(self):
-        import os
-
-        return os.system, (f"touch {CANARY}",)
-
-
 def bytes_of(content: object, **options: object) -> bytes:
     file = io.BytesIO()
     torch.save(content, file, **options)
-    return file.getvalue()
-
-
-def script() -> bytes:
-    file = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of torch: scripting is deprecated
-        torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), file)
     return file.getvalue()
 
 
@@ -124,17 +105,9 @@ def evil() -> bytes:
     return bytes_of({"state_dict": {}, "x": Exec()})
 
 
-def resumed(text: str) -> Make:
-    """A recipe that names a checkpoint with code in it."""
-
-    def make(folder: Path) -> list[object]:
-        put(folder, "evil.ckpt", evil())
-        return beside(text)(folder)
-
-    return make
-
-
 def with_evil(make: Make) -> Make:
+    """A command line that may name a checkpoint with code in it."""
+
     def also(folder: Path) -> list[object]:
         put(folder, "evil.ckpt", evil())
         return make(folder)
@@ -145,16 +118,12 @@ def with_evil(make: Make) -> Make:
 LOAD = object_of("torch.load", f="evil.ckpt", weights_only=False)
 HUB = object_of("torch.hub.load", repo_or_dir=".", model="model", source="local", trust_repo=True)
 FILES: dict[str, Make] = {
-    "pickle with a command": ckpt(lambda: pickle.dumps(System())),
     "checkpoint with code": ckpt(evil),
     "checkpoint of the old kind with code": ckpt(
         lambda: bytes_of({"state_dict": Exec()}, _use_new_zipfile_serialization=False)
     ),
     "checkpoint to resume from": lambda f: [*beside("{seed_everything: 1}")(f), *ckpt(evil)(f)[1:]],
-    "checkpoint to sweep": ckpt(evil, "sweep", "--over=eps", "--values=1/255"),
-    "TorchScript": ckpt(script),
     "recipe in a checkpoint, a module beside it": with_recipe(model=object_of("stranger.Net")),
-    "recipe in a checkpoint, a function": with_recipe(data="os.system"),
     "recipe in a checkpoint, a tag": ckpt(
         lambda: changed(**{RECIPE_KEY: f"model: !!python/object/apply:exec [{TOUCH!r}]\n"})
     ),
@@ -164,30 +133,16 @@ FILES: dict[str, Make] = {
             hyper_parameters={"_class_path": "stranger.Net", "_instantiator": "stranger.model"},
         )
     ),
-    "tag": beside(f"x: !!python/object/apply:os.system ['touch {CANARY}']\n"),
-    "tag of a name": beside("x: !!python/name:stranger.Net ''\n"),
-    "class of a module beside": model(net=object_of("stranger.Net")),
     "class of another kind": beside("model: {class_path: stranger.Net}\n"),
     "callback that is a process": callback("subprocess.Popen", args=["touch", CANARY]),
-    "callback of a module beside": callback("stranger.Net"),
-    "data of a module beside": beside("data: {class_path: stranger.Net}\n"),
-    "plugin of a module beside": beside("trainer: {plugins: [{class_path: stranger.Net}]}\n"),
-    "logger of a module beside": beside("trainer: {logger: {class_path: stranger.Net}}\n"),
     "exec": model(net=object_of("builtins.exec", source=TOUCH)),
-    "eval as an objective": model(attack__init_args__objective="builtins.eval"),
     "a function by way of a trusted module": model(net="lightning_rob.nets.weights.os.system"),
-    "a partial": model(net=object_of("functools.partial", func="os.system")),
     "the hub": model(net=HUB),
     "a loader": with_evil(model(net=LOAD)),
-    "a compiler": model(net=object_of("torch.utils.cpp_extension.load", name="x", sources=[])),
-    "a command line": model(net=object_of("lightning.pytorch.cli.LightningCLI")),
-    "the parser's settings": model(net=object_of("jsonargparse.set_parsing_settings")),
     "an allowance in a recipe": beside(
         "allow_import: stranger\nmodel: {class_path: stranger.Net}\n"
     ),
-    "weights_only": resumed("weights_only: false\nckpt_path: evil.ckpt\n"),
-    "ckpt_path in a recipe": resumed("ckpt_path: evil.ckpt\n"),
-    "weights of a member": with_evil(model(checkpoints=["evil.ckpt", None])),
+    "weights_only": with_evil(beside("weights_only: false\nckpt_path: evil.ckpt\n")),
     "images with code": images(lambda: bytes_of({"x": Exec()}), "x.pt"),
     "array with code": images(array, "x.npy"),
     "search space": lambda f: [

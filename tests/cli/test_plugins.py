@@ -11,9 +11,10 @@ import yaml
 import lightning_rob
 from lightning_rob.attacks import PGD
 from lightning_rob.callbacks import RobustEval
-from lightning_rob.cli.options import join_values
-from lightning_rob.commands.configs import MonitorConfig
-from lightning_rob.recipes.plugins import expand, resolve_names
+from lightning_rob.cli.options import join_values, option_types, read_command_line
+from lightning_rob.commands.monitor import MonitorConfig
+from lightning_rob.recipes import safe_yaml
+from lightning_rob.recipes.plugins import expand
 from lightning_rob.recipes.safe_yaml import parse_fractions
 from lightning_rob.recipes.shipped import find, find_recipe
 from lightning_rob.runtime.errors import InputError
@@ -50,24 +51,29 @@ def test_a_file_in_the_current_folder_comes_before_a_shipped_one(folder):
 
 
 def test_command_line(folder):
-    args = ["fit", "--config", "demo", "--config=ddp", "--trainer.callbacks+=arc", "--x=arc"]
-    files = [str(ROOT / name) for name in ("configs/demo.yaml", "configs/mixins/ddp.yaml")]
-    plugged = f"--trainer.callbacks+={ROOT}/callbacks/arc.yaml"
-    expected = ["fit", f"--config={files[0]}", f"--config={files[1]}", plugged, "--x=arc"]
-    assert resolve_names(join_values(args)) == expected
-    same = ["--config=a: 1\nb: 2", "--trainer.callbacks+=ModelCheckpoint"]
-    same += ["--trainer.callbacks+={class_path: Timer}", "--config"]
-    assert resolve_names(join_values(same)) == same
+    args = ["--config", "demo", "--config=ddp", "--trainer.callbacks+=arc", "--data=Digits5k"]
+    line = read_command_line("fit", *args)
+    *files, plugged, same = line.args
+    assert files == [f"--config={ROOT}/configs/{name}.yaml" for name in ("demo", "mixins/ddp")]
+    (callback,) = safe_yaml.load(plugged.removeprefix("--trainer.callbacks+="))
+    assert callback == safe_yaml.load((ROOT / "callbacks/arc.yaml").read_text())
+    assert same == args[-1]
+    for arg in (
+        "--config=seed_everything: 1",
+        "--trainer.callbacks+=Timer",
+        "--trainer.fast_dev_run=true",
+    ):
+        assert len(read_command_line("fit", arg).args) == 1
 
 
 def test_values_are_joined_to_their_options():
     args = ["-c", "a.yaml", "--config", "--ckpt_path", "-x", "--model.help", "BAT", "--x", "1"]
     joined = ["-c=a.yaml", "--config", "--ckpt_path=-x", "--model.help=BAT", "--x=1"]
-    assert join_values(args) == joined
-    assert join_values(joined) == joined
+    assert join_values(args, {}) == joined
+    assert join_values(joined, {}) == joined
     args = ["run", "--suite", "a.yaml", "--once", "--every", "-1", "--stop_at_alarm", "false"]
     joined = ["run", "--suite+=a.yaml", "--once=true", "--every=-1", "--stop_at_alarm=false"]
-    assert join_values(args, MonitorConfig) == joined
+    assert join_values(args, option_types(MonitorConfig)) == joined
 
 
 def test_a_wheel_has_recipes_and_plugins_inside_the_package(folder, monkeypatch):
@@ -96,7 +102,7 @@ def test_a_suite_joins_callbacks_that_differ_in_attacks_alone(folder):
 def test_options_of_a_plugin(folder):
     options = {"norm": "l2", "eps": 0.5}
     assert expand([{"one.yaml": options}], folder) == [robust_eval({"pgd": pgd()}, **options)]
-    assert expand(["one.yaml"], folder) == [str(folder / "one.yaml")]
+    assert expand(["one.yaml"], folder) == [robust_eval({"pgd": pgd()})]
 
 
 @pytest.mark.parametrize(

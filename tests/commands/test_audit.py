@@ -7,8 +7,7 @@ import pytest
 import yaml
 
 from lightning_rob.attacks import PGD
-from lightning_rob.commands.audit import audited_threat
-from lightning_rob.commands.configs import AuditConfig
+from lightning_rob.commands.audit import AuditConfig, audited_threat
 from lightning_rob.threat import Threat
 from tests.schema import checked
 from tests.test_ddp import TWO

@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 
-from lightning_rob.commands.bpda import build_transforms
+from lightning_rob.commands.bpda.training import build_transforms
 from lightning_rob.defenses import RandomTransforms
 from lightning_rob.randomness import derive_seed
 from lightning_rob.transforms import Affine, Gamma, Swirl, VerticalFlip, catalogue

@@ -7,7 +7,7 @@ import torch
 from rich.console import Console
 
 from lightning_rob.cli.options import parse_records
-from lightning_rob.commands.compare import compared, print_comparison
+from lightning_rob.commands.compare.records import compared, print_comparison
 from lightning_rob.evaluation.result_file import write_result_file
 from lightning_rob.evaluation.resume_log import BatchOutcome
 from lightning_rob.evaluation.store import PerImageResults

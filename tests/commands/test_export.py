@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_rob.commands.configs import ExportConfig
-from lightning_rob.commands.export import export, read_card
+from lightning_rob.commands.export import ExportConfig
+from lightning_rob.commands.export.program import export, read_card
 from lightning_rob.defenses import (
     DENT,
     Ensemble,

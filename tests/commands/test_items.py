@@ -24,7 +24,7 @@ from lightning_rob.commands.monitor import folder
 from lightning_rob.commands.monitor.source import LocalFolder
 from lightning_rob.commands.report import report
 from lightning_rob.commands.scores import ScoreFiles
-from lightning_rob.commands.tune_study import Record, Study, Trial
+from lightning_rob.commands.tune.study import Record, Study, Trial
 from lightning_rob.evaluation.result_file import as_text, name_of, read_result_file
 from lightning_rob.modules import AdversarialTraining
 from lightning_rob.nets import weights

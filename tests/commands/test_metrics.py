@@ -14,9 +14,8 @@ import pytest
 import torch
 import yaml
 
-from lightning_rob.cli.commands import parse_options
-from lightning_rob.cli.options import join_values
-from lightning_rob.commands.configs import MonitorConfig
+from lightning_rob.cli.options import read_command_line
+from lightning_rob.commands.monitor import MonitorConfig
 from lightning_rob.commands.monitor.history import History, timestamp
 from lightning_rob.commands.monitor.page import Snapshot, newest_group
 from lightning_rob.commands.monitor.publish import Publisher
@@ -136,11 +135,11 @@ def commands():
 def test_deployed_commands_parse(name, tmp_path):
     command, _, *args = commands()[name]
     assert command == "monitor"
-    options = join_values([f"--run={tmp_path}", *args], MonitorConfig)
-    config = parse_options("monitor", options)
+    line = read_command_line("monitor", str(tmp_path), *args)
+    config = line.options
     assert config.minima == {"robust/worst": 0.4}
     assert (config.serve, config.reevaluate, config.level) == (9108, 24, 0.05)
-    own = {arg.partition("=")[0].rstrip("+") for arg in options} - {"--trainer.accelerator"}
+    own = {arg.partition("=")[0].rstrip("+") for arg in line.args} - {"--trainer.accelerator"}
     assert own <= {f"--{name}" for name in MonitorConfig.__dataclass_fields__}
 
 

@@ -31,8 +31,7 @@ from lightning_rob.attacks import ARC, PGD
 from lightning_rob.cli.commands import model_overrides
 from lightning_rob.cli.lightning_cli import RobustCLI
 from lightning_rob.commands.checkpoints import load_weights, read_checkpoint
-from lightning_rob.commands.configs import MonitorConfig
-from lightning_rob.commands.monitor import folder, loop
+from lightning_rob.commands.monitor import MonitorConfig, folder, loop
 from lightning_rob.commands.monitor.comparison import (
     FADING,
     SHARES,

@@ -7,7 +7,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from lightning_rob.commands.configs import MonitorConfig
+from lightning_rob.commands.monitor import MonitorConfig
 from lightning_rob.commands.monitor.history import History, timestamp
 from lightning_rob.commands.monitor.page import Snapshot, ago, checkpoints, curve, newest_group
 from lightning_rob.commands.monitor.publish import Publisher

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from lightning_rob.commands.configs import MonitorConfig
-from lightning_rob.commands.monitor import folder, loop
+from lightning_rob.commands.monitor import MonitorConfig, folder, loop
 from lightning_rob.commands.monitor.history import History
 from lightning_rob.commands.monitor.source import Bucket, Unreachable
 from tests.commands import test_monitor

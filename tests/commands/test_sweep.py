@@ -13,18 +13,18 @@ from lightning.pytorch import Callback
 from lightning_rob.attacks import ARC, PGD, OnMember, RandomMember, Strongest
 from lightning_rob.attacks.nested import walk
 from lightning_rob.callbacks.robust_eval import full_defense
-from lightning_rob.cli.commands import parse_options
 from lightning_rob.cli.lightning_cli import RobustCLI
+from lightning_rob.cli.options import read_command_line
 from lightning_rob.commands.checkpoints import load_weights, read_checkpoint
-from lightning_rob.commands.configs import SweepConfig
-from lightning_rob.commands.sweep import (
+from lightning_rob.commands.sweep import SweepConfig
+from lightning_rob.commands.sweep.study import (
     ResultCache,
     with_members,
     with_probability,
     with_value,
 )
-from lightning_rob.commands.sweep_table import SweepTable
-from lightning_rob.commands.sweep_values import parse_values
+from lightning_rob.commands.sweep.table import SweepTable
+from lightning_rob.commands.sweep.values import parse_values
 from lightning_rob.defenses import Ensemble, first_member
 from lightning_rob.metrics import robust_accuracy
 from lightning_rob.runtime.identity import fingerprint
@@ -345,7 +345,7 @@ def test_members_without_a_share_get_equal_ones():
 )
 def test_lists_of_values(text, labels):
     assert [value.label for value in parse_values("eps", text)] == labels
-    (value,) = parse_options("sweep", ["--over=eps", "--values=8/255"]).points
+    (value,) = read_command_line("sweep", "--over=eps", "--values=8/255").options.points
     assert (value.number, value.label) == (8 / 255, "8/255")
 
 

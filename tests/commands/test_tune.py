@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_rob.commands.configs import TuneConfig
-from lightning_rob.commands.tune_space import Budget, Space, replaced, value_at
-from lightning_rob.commands.tune_study import Record, Search, Study, read_trials
+from lightning_rob.commands.tune import TuneConfig
+from lightning_rob.commands.tune.space import Budget, Space, replaced, value_at
+from lightning_rob.commands.tune.study import Record, Search, Study, read_trials
 from tests.forked import Forked
 from tests.tiny import arc, pgd, recipe, robust_eval, run
 
@@ -376,7 +376,7 @@ def test_bad_input_is_one_line(space, args, message, tmp_path, monkeypatch, caps
 
 def test_without_ray_the_error_names_the_package(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "lightning_rob.commands.tune_ray", raising=False)
+    monkeypatch.delitem(sys.modules, "lightning_rob.commands.tune.ray", raising=False)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit):
         run("tune", *files(tmp_path), "--ray")

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 import pytest
 
-from lightning_rob.commands.tune_study import attempt, read_trials
+from lightning_rob.commands.tune.study import attempt, read_trials
 from tests.commands.test_tune import files, hill, points, study
 from tests.tiny import ROOT, shell
 
@@ -16,7 +16,7 @@ pytest.importorskip("ray")
 SCRIPT = """
 import os, sys
 from pathlib import Path
-from lightning_rob.commands.tune_ray import run_with_ray
+from lightning_rob.commands.tune.ray import run_with_ray
 from tests.commands.test_tune import hill, study
 home = os.getpid()
 def evaluate(number, point):
@@ -55,7 +55,7 @@ def test_a_study_through_ray(tmp_path):
 
 
 def test_a_missing_metric_ends_the_study_and_is_reported_afterwards(tmp_path):
-    from lightning_rob.commands.tune_ray import StudySearcher
+    from lightning_rob.commands.tune.ray import StudySearcher
 
     content = {"variables": {"x": [-1, 1], "y": [0, 4]}, "objective": {"depth": 1.0}}
     searcher = StudySearcher(study(tmp_path, content=content, trials=9, random=5))

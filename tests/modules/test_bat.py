@@ -1,15 +1,12 @@
-"""BAT and IAT: what each member is trained on, and a killed run that is resumed."""
-
-import signal
+"""BAT and IAT: what each member is trained on."""
 
 import pytest
 import torch
 from torch import nn
 
 from lightning_rob.modules import BAT, IAT
-from tests.forked import forked
 from tests.modules.support import Spy, batch
-from tests.tiny import TinyNet, recipe, records, run, same_weights, weights
+from tests.tiny import TinyNet
 
 
 def test_each_bat_member_is_trained_on_images_of_the_members_before_it():
@@ -83,53 +80,3 @@ def test_members_start_from_checkpoints(tmp_path):
 def test_arguments_that_do_not_fit(options, message):
     with pytest.raises(ValueError, match=message):
         BAT(TinyNet, Spy(), **({"epochs": 1} | options))
-
-
-# A run of 4 epochs of 4 steps, two epochs a member
-
-SAVE = [
-    "--trainer.callbacks+={class_path: ModelCheckpoint, init_args: "
-    "{filename: 'at-{step}', every_n_train_steps: 3, save_top_k: -1, save_last: true}}",
-    "--trainer.callbacks+={class_path: ModelCheckpoint, init_args: "
-    "{filename: 'end-{epoch}', save_top_k: -1}}",
-]
-FOLDER = "run/version_0/checkpoints"
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    run("fit", "--config", recipe(folder), *SAVE)
-    return folder
-
-
-def check_same_end(folder, other):
-    expected, got = (weights(part / FOLDER / "end-epoch=3.ckpt") for part in (folder, other))
-    assert same_weights(expected, got)
-
-
-def test_a_run_killed_in_member_two_and_resumed_gives_the_same_weights(uninterrupted, tmp_path):
-    file = recipe(tmp_path)
-    kill = "--trainer.callbacks+={class_path: tests.tiny.KillAt, init_args: {step: 11}}"
-    killed = forked("fit", "--config", file, *SAVE, kill)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert not (tmp_path / FOLDER / "at-step=12.ckpt").exists()
-    run("fit", "--config", file, *SAVE, "--ckpt_path", tmp_path / FOLDER / "last.ckpt")
-    check_same_end(uninterrupted, tmp_path)
-
-
-@pytest.mark.parametrize("name", ["at-step=3", "end-epoch=1", "at-step=9", "end-epoch=2"])
-def test_resuming_from_any_checkpoint_gives_the_same_weights(uninterrupted, tmp_path, name):
-    start = uninterrupted / FOLDER / f"{name}.ckpt"
-    run("fit", "--config", recipe(tmp_path), *SAVE, "--ckpt_path", start)
-    check_same_end(uninterrupted, tmp_path)
-
-
-def test_each_member_ends_with_its_best_weights(uninterrupted):
-    final = torch.load(uninterrupted / FOLDER / "end-epoch=3.ckpt", weights_only=True)
-    worst = {r["epoch"]: r["accuracy"] for r in records(uninterrupted) if r["name"] == "worst"}
-    best = final["staged"]["best"]
-    assert best["value"] == pytest.approx(max(worst[2], worst[3]))
-    assert worst[best["epoch"]] == best["value"]
-    second = {k.removeprefix("members.1."): v for k, v in final["state_dict"].items() if ".1." in k}
-    assert same_weights(second, best["weights"])

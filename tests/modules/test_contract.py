@@ -1,14 +1,17 @@
 """Contract of all training methods: each learns, is evaluated every epoch and resumes exactly."""
 
 import csv
+import signal
+from inspect import isabstract
 
 import pytest
 import torch
 
-from lightning_rob import PGD, Threat
+from lightning_rob import PGD, Threat, modules
 from lightning_rob.modules import DVERGE, TRS, AdversarialTraining
 from lightning_rob.randomness import Streams
-from tests.modules.support import batch
+from tests.forked import forked
+from tests.modules.support import FOLDER, batch, saving
 from tests.tiny import TinyNet, pgd, recipe, records, robust_eval, run, same_weights, weights
 
 LINF = {"norm": "linf", "eps": 0.03}
@@ -34,14 +37,8 @@ METHODS = {
 }
 CHANGES_AFTER_EPOCH_2 = {"BAT", "IAT", "DVERGE"}  # another member or another loss
 STARTS = [(name, "at-step=10") for name in METHODS]  # inside of an epoch
-STARTS += [("DVERGE", "end-epoch=1")]  # before the optimizer restarts
-CHECKPOINTS = [
-    "--trainer.callbacks+={class_path: ModelCheckpoint, init_args: "
-    "{filename: 'at-{step}', every_n_train_steps: 10, save_top_k: -1}}",
-    "--trainer.callbacks+={class_path: ModelCheckpoint, init_args: "
-    "{filename: 'end-{epoch}', save_top_k: -1}}",
-]
-FOLDER = "run/version_0/checkpoints"
+STARTS += [("DVERGE", "end-epoch=1"), ("BAT", "end-epoch=1")]  # before the optimizer restarts
+CHECKPOINTS = saving(10)
 
 
 def method(folder, name, data=None):
@@ -83,6 +80,13 @@ def uninterrupted(tmp_path_factory):
     return folder_of
 
 
+def test_every_method_is_in_the_list():
+    listed = {name.rpartition(".")[2] for name in METHODS} | {"TransformTraining"}
+    assert listed | {"PretrainedEnsemble"} >= {
+        name for name in modules.__all__ if not isabstract(getattr(modules, name))
+    }
+
+
 def losses(folder):
     with (folder / "run/version_0/metrics.csv").open() as file:
         return [float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]]
@@ -110,6 +114,30 @@ def test_resuming_gives_the_same_weights(uninterrupted, tmp_path, name, start):
     run("fit", "--config", method(tmp_path, name), *args)
     expected, got = (weights(part / FOLDER / "end-epoch=3.ckpt") for part in (folder, tmp_path))
     assert same_weights(expected, got)
+
+
+def test_a_run_killed_in_member_two_and_resumed_gives_the_same_weights(uninterrupted, tmp_path):
+    file = method(tmp_path, "BAT")
+    kill = "--trainer.callbacks+={class_path: tests.tiny.KillAt, init_args: {step: 11}}"
+    killed = forked("fit", "--config", file, *CHECKPOINTS, kill)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert not (tmp_path / FOLDER / "end-epoch=2.ckpt").exists()
+    run("fit", "--config", file, *CHECKPOINTS, "--ckpt_path", tmp_path / FOLDER / "last.ckpt")
+    ends = (
+        weights(part / FOLDER / "end-epoch=3.ckpt") for part in (uninterrupted("BAT"), tmp_path)
+    )
+    assert same_weights(*ends)
+
+
+def test_each_member_of_bat_ends_with_its_best_weights(uninterrupted):
+    folder = uninterrupted("BAT")
+    final = torch.load(folder / FOLDER / "end-epoch=3.ckpt", weights_only=True)
+    worst = {r["epoch"]: r["accuracy"] for r in records(folder) if r["name"] == "worst"}
+    best = final["staged"]["best"]
+    assert best["value"] == pytest.approx(max(worst[2], worst[3]))
+    assert worst[best["epoch"]] == best["value"]
+    second = {k.removeprefix("members.1."): v for k, v in final["state_dict"].items() if ".1." in k}
+    assert same_weights(second, best["weights"])
 
 
 def test_dverge_restarts_optimizer_and_schedule_after_the_warm_up(uninterrupted):

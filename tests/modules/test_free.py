@@ -4,14 +4,13 @@ import copy
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_rob.attacks import PGD
 from lightning_rob.modules import FreeTraining
 from lightning_rob.threat import Threat
-from tests.tiny import Blobs, TinyNet
+from tests.modules.support import quiet_trainer
+from tests.tiny import TinyNet, same_weights
 
 EPS = 0.05
 
@@ -29,16 +28,8 @@ def sgd(parameters):
 
 
 def fit(module, loader, epochs, **options):
-    Trainer(
-        accelerator="cpu",
-        max_epochs=epochs,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        limit_val_batches=0,
-        **options,
-    ).fit(module, loader, loader)
+    options |= {"max_epochs": epochs, "limit_val_batches": 0}
+    quiet_trainer(**options).fit(module, loader, loader)
 
 
 def plain_loop(net, loader, epochs, replays, norm, clip=None, target=None):
@@ -72,46 +63,34 @@ def plain_loop(net, loader, epochs, replays, norm, clip=None, target=None):
 
 
 @pytest.mark.parametrize(
-    ("norm", "replays", "options"),
-    [("linf", 3, {}), ("linf", 1, {}), ("l2", 2, {}), ("linf", 2, {"gradient_clip_val": 0.5})],
+    ("norm", "replays", "targeted", "options"),
+    [
+        ("linf", 3, False, {}),
+        ("l2", 2, False, {}),
+        ("linf", 2, False, {"gradient_clip_val": 0.5}),
+        ("l2", 2, True, {}),
+    ],
 )
-def test_training_is_the_plain_loop(norm, replays, options):
-    torch.manual_seed(0)
-    module = FreeTraining(TinyNet, Threat(norm, EPS), replays, optimizer=sgd).double()
-    net = copy.deepcopy(module.defense.net)
-    loader = DataLoader(images(), batch_size=8)
-    fit(module, loader, 2, **options)
-    delta = plain_loop(net, loader, 2, replays, norm, options.get("gradient_clip_val"))
-    for a, b in zip(
-        module.defense.net.state_dict().values(), net.state_dict().values(), strict=True
-    ):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
-    torch.testing.assert_close(module.delta, delta, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize(("norm", "replays"), [("linf", 3), ("l2", 2)])
-def test_training_on_a_fixed_target_is_the_plain_loop(norm, replays, tmp_path):
+def test_training_is_the_plain_loop(norm, replays, targeted, options, tmp_path):
     torch.manual_seed(1)
     first = TinyNet().double().eval()
     first.norm.running_mean += 0.25
     torch.save(first.state_dict(), tmp_path / "first.pt")
     torch.manual_seed(0)
-    path = str(tmp_path / "first.pt")
+    path = str(tmp_path / "first.pt") if targeted else None
     module = FreeTraining(TinyNet, Threat(norm, EPS), replays, sgd, attack_target=path).double()
-    net = copy.deepcopy(module.defense.net)
-    names = set(module.state_dict())
+    net, names = copy.deepcopy(module.defense.net), set(module.state_dict())
     loader = DataLoader(images(), batch_size=8)
-    fit(module, loader, 2)
-    delta = plain_loop(net, loader, 2, replays, norm, target=first)
-    for a, b in zip(
-        module.defense.net.state_dict().values(), net.state_dict().values(), strict=True
-    ):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
-    torch.testing.assert_close(module.delta, delta, rtol=0, atol=1e-6)
+    fit(module, loader, 2, **options)
+    clip, target = options.get("gradient_clip_val"), first if targeted else None
+    delta = plain_loop(net, loader, 2, replays, norm, clip, target)
+    near = {"rtol": 0, "atol": 1e-6}
+    for a, b in zip(module.defense.state_dict().values(), net.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, **near)
+    torch.testing.assert_close(module.delta, delta, **near)
     assert set(module.state_dict()) == names  # the target is not saved
-    (target,) = module._target
-    kept = first.state_dict()
-    assert all(torch.equal(value, kept[name]) for name, value in target.state_dict().items())
+    for target in module._target:
+        assert same_weights(target.state_dict(), first.state_dict())
 
 
 def test_a_target_whose_checkpoint_is_missing():
@@ -135,25 +114,8 @@ def test_black_and_white_pixels_are_perturbed_too():
     assert (module.delta != 0).float().mean() > 0.9
 
 
-def test_it_withstands_more_than_standard_training():
-    pairs = Blobs().source(train=True)
-    loader = DataLoader([(x, y, i) for i, (x, y) in enumerate(pairs)], batch_size=16)
-    x, y = torch.stack([x for x, _ in pairs]), torch.tensor([y for _, y in pairs])
-    attack, accuracy = PGD(Threat("linf", 0.1), 10, 0.025, random_start=False), []
-    for eps in (0, 0.1):
-        torch.manual_seed(0)
-        module = FreeTraining(TinyNet, Threat("linf", eps), 4, optimizer=sgd)
-        fit(module, loader, 8)
-        predictions = module.defense.eval()(attack(module.defense, x, y)).argmax(1)
-        accuracy.append((predictions == y).float().mean().item())
-    assert accuracy[1] > accuracy[0] + 0.1
-
-
-def test_no_replays():
+def test_arguments_that_do_not_fit():
     with pytest.raises(ValueError, match="replays must be at least 1, got 0"):
         FreeTraining(TinyNet, Threat("linf", EPS), 0)
-
-
-def test_a_relative_radius_is_refused():
     with pytest.raises(ValueError, match="FreeTraining is for a radius in pixel units"):
         FreeTraining(TinyNet, Threat("l2", 0.3, relative=True))

@@ -32,10 +32,9 @@ def test_the_alignment_is_the_papers(members):
     torch.testing.assert_close(gal(gradients), expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("activation", [nn.LeakyReLU, nn.ReLU])
-def test_the_double_backward_goes_through_batch_norm(activation):
+def test_the_double_backward_goes_through_batch_norm():
     torch.manual_seed(0)
-    module = GAL(lambda: ConvNet(activation), strength=3.0, members=3).double().train()
+    module = GAL(ConvNet, strength=3.0, members=3).double().train()
     x, y = batch()
     by_backward, by_differences = directional_derivatives(module, x.double(), y)
     assert by_backward == pytest.approx(by_differences, rel=1e-4)

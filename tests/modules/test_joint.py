@@ -9,7 +9,7 @@ from lightning_rob.modules import ADP, GAL, TRS
 from lightning_rob.modules.joint import losses_and_gradients
 from lightning_rob.threat import Threat
 from tests.modules.support import Spy, batch
-from tests.tiny import TinyNet, same_weights
+from tests.tiny import TinyNet
 
 
 def test_the_defense_is_the_ensemble_and_all_members_are_trained():
@@ -33,14 +33,6 @@ def test_the_attack_is_on_the_ensemble_and_the_loss_on_its_images(kind):
     assert [defense for defense, _ in spy.calls] == [module.defense]
     module.attack = None
     torch.testing.assert_close(loss, module.loss(torch.ones_like(x), y))
-
-
-def test_members_start_from_checkpoints(tmp_path):
-    net = TinyNet()
-    torch.save(net.state_dict(), tmp_path / "a.pt")
-    module = ADP(TinyNet, members=2, checkpoints=[None, str(tmp_path / "a.pt")])
-    assert same_weights(module.members[1].state_dict(), net.state_dict())
-    assert not torch.equal(module.members[0].first.weight, net.first.weight)
 
 
 @pytest.mark.parametrize(

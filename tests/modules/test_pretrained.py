@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
@@ -46,11 +45,6 @@ def check(module, nets, probs):
     assert module.defense.weights.tolist() == pytest.approx(probs)
 
 
-def test_one_factory_for_all(tmp_path):
-    nets = [TinyNet(), TinyNet()]
-    check(PretrainedEnsemble(TinyNet, saved(tmp_path, *nets), probs=[0.9, 0.1]), nets, [0.9, 0.1])
-
-
 def test_one_factory_each(tmp_path):
     nets = [TinyNet(), SmallCNN(channels=3, classes=4), TinyNet(width=8)]
     factories = [TinyNet, lambda: SmallCNN(channels=3, classes=4), lambda: TinyNet(width=8)]
@@ -61,14 +55,10 @@ def test_one_factory_each(tmp_path):
     assert torch.equal(module.eval().defense(x), nn.functional.one_hot(by_hand, 4).float())
 
 
-def test_all_of_one_file(numbered):
+def test_all_of_one_file_or_the_first(numbered):
     nets, path = numbered
     check(PretrainedEnsemble(TinyNet, path), nets, [1 / 3] * 3)
     check(PretrainedEnsemble([TinyNet] * 3, path, members=3), nets, [1 / 3] * 3)
-
-
-def test_the_first_of_one_file(numbered):
-    nets, path = numbered
     check(PretrainedEnsemble(TinyNet, path, members=2, probs=[0.7, 0.3]), nets[:2], [0.7, 0.3])
     check(PretrainedEnsemble([TinyNet] * 2, path), nets[:2], [0.5, 0.5])
 
@@ -126,15 +116,12 @@ def test_weights_may_come_from_the_factory(tmp_path):
 BAD = {
     "random weights": ({"nets": [TinyNet, TinyNet]}, "a TinyNet has random weights"),
     "one without": ({"checkpoints": ["FILE", None], "prefix": "members.0"}, "has random weights"),
-    "how many": ({}, "members must be said"),
+    "how many": ({}, "give the number of members"),
     "numbers": ({"checkpoints": ["FILE"], "members": 2}, "got 1 checkpoints, 2 members"),
     "prefixes": ({"checkpoints": ["FILE"] * 2, "prefix": ["members.0"]}, "2 checkpoints, 1 prefix"),
     "none": ({"nets": []}, "got 0 nets"),
     "probs": ({"checkpoints": "FILE", "probs": [0.5, 0.5]}, r"3 members need 3 probs"),
-    "too few": (
-        {"checkpoints": "FILE", "members": 4},
-        "holds 3 members, not 4",
-    ),
+    "too few": ({"checkpoints": "FILE", "members": 4}, "holds 3 members, not 4"),
     "one prefix": ({"checkpoints": "FILE", "prefix": ["a"]}, r"one checkpoint .* got \['a'\]"),
     "which": ({"checkpoints": ["FILE"]}, "holds several TinyNet: pass prefix="),
     "unknown": (
@@ -167,12 +154,8 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     checkpoint = {"class_path": "ModelCheckpoint", "init_args": {"save_last": True}}
     callbacks = [checkpoint, robust_eval({"apgd": pgd(), "arc": arc()})]
-    run(
-        "fit",
-        "--config",
-        recipe(folder, **{"trainer__callbacks+": callbacks}),
-        "--test_after_fit=true",
-    )
+    file = recipe(folder, **{"trainer__callbacks+": callbacks})
+    run("fit", "--config", file, "--test_after_fit=true")
     state = torch.load(folder / CKPT, weights_only=True)["state_dict"]
     for i in range(2):
         start = f"members.{i}."
@@ -188,65 +171,43 @@ def assembly(folder, **options):
     return recipe(folder, model=model, **{"trainer__callbacks+": [robust_eval({"arc": arc()})]})
 
 
-FOUND = {
-    "numbered": lambda f: {"checkpoints": str(f / CKPT)},
-    "apart": lambda f: {"checkpoints": [str(f / "0.pth"), str(f / "1.pth")]},
-    "by prefix": lambda f: {
-        "nets": [{"class_path": "tests.tiny.TinyNet"}] * 2,
-        "checkpoints": [str(f / CKPT), str(f / CKPT)],
-        "prefix": ["members.0", "members.1"],
-    },
-}
-
-
 def outcome(folder):
     found = [r for r in records(folder) if r["stage"] == "test" and r["name"] in ("clean", "arc")]
     return {r["name"]: (r["accuracy"], r["n"]) for r in found}
 
 
-@pytest.mark.parametrize("where", FOUND.values(), ids=FOUND.keys())
-def test_the_command_measures_what_the_training_run_measured(trained, where, tmp_path):
-    run("test", "--config", assembly(tmp_path, probs=[0.9, 0.1], **where(trained)))
-    assert outcome(tmp_path) == outcome(trained)
-    assert len(outcome(tmp_path)) == 2
-
-
-def test_the_saved_config_repeats_the_test(trained, tmp_path):
-    run("test", "--config", assembly(tmp_path / "a", **FOUND["by prefix"](trained)))
-    config = tmp_path / "a/run/version_0/config.yaml"
-    assert yaml.safe_load(config.read_text())["model"]["init_args"]["prefix"][1] == "members.1"
-    folder = f"--trainer.logger.init_args.save_dir={tmp_path / 'b'}"
-    run("test", "--config", config, folder)
-    assert outcome(tmp_path / "b") == outcome(tmp_path / "a")
-
-
-def test_checkpoints_from_the_command_line(trained, tmp_path):
-    file = assembly(tmp_path, checkpoints=["nowhere.pth", "nowhere.pth"])
+def test_commands_measure_what_the_training_run_measured(trained, tmp_path):
+    """In one numbered file, by prefixes, or in files named on the command line."""
+    expected, probs = outcome(trained), [0.9, 0.1]
+    assert len(expected) == 2
+    file = assembly(tmp_path / "a", probs=probs, checkpoints=str(trained / CKPT))
+    run("test", "--config", file)
+    paths = {"checkpoints": [str(trained / CKPT)] * 2, "prefix": ["members.0", "members.1"]}
+    run("test", "--config", assembly(tmp_path / "b", probs=probs, **paths))
+    file = assembly(tmp_path / "c", checkpoints=["nowhere.pth", "nowhere.pth"])
     paths = ",".join(str(trained / f"{i}.pth") for i in range(2))
     run("test", "--config", file, f"--model.checkpoints=[{paths}]", "--model.probs=[0.9,0.1]")
-    assert outcome(tmp_path) == outcome(trained)
+    assert [outcome(tmp_path / name) for name in "abc"] == [expected] * 3
+    config = tmp_path / "b/run/version_0/config.yaml"
+    run("test", "--config", config, f"--trainer.logger.init_args.save_dir={tmp_path / 'd'}")
+    assert outcome(tmp_path / "d") == expected
 
 
-def test_validate_and_predict_work_too(trained, tmp_path):
+def test_validate_and_predict_work_and_fit_is_refused(trained, tmp_path, capsys):
     file = assembly(tmp_path, checkpoints=str(trained / CKPT))
     run("validate", "--config", file)
     assert {r["stage"] for r in records(tmp_path)} == {"val"}
     run("predict", "--config", file)
     rows = (tmp_path / "run/version_0/predictions.csv").read_text().splitlines()
     assert len(rows) == 1 + 33
-
-
-@pytest.mark.parametrize("trial", ["false", "true"])
-def test_fit_is_refused(trained, tmp_path, capsys, trial):
-    file = assembly(tmp_path, checkpoints=str(trained / CKPT))
-    with pytest.raises(SystemExit) as exit_:
-        run("fit", "--config", file, f"--trainer.fast_dev_run={trial}")
-    assert exit_.value.code == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
-    message = (
-        "PretrainedEnsemble has nothing to train: run lightning-rob test (or validate, predict)"
-    )
-    assert errors == [f"lightning-rob: error: {message}"]
+    for trial in ("false", "true"):
+        with pytest.raises(SystemExit) as exit_:
+            run("fit", "--config", file, f"--trainer.fast_dev_run={trial}")
+        assert exit_.value.code == 2
+        assert (
+            "lightning-rob: error: PretrainedEnsemble has nothing to train: run lightning-rob test "
+            "(or validate, predict)" in capsys.readouterr().err
+        )
 
 
 def test_members_are_weighted_by_their_probabilities(numbered):

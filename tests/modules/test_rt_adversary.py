@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_rob.attacks import PGD
-from lightning_rob.commands.tune_space import Space
+from lightning_rob.commands.tune.space import Space
 from lightning_rob.defenses import Ensemble, Mixture, RandomTransforms, Single
 from lightning_rob.objectives import expected_margin, linear
 from lightning_rob.randomness import Streams

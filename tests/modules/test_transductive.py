@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Trainer
 from torch import nn
 
 from lightning_rob.data.source_target import SourceTargetData
 from lightning_rob.defenses.tadv import half_adversarial
 from lightning_rob.modules import DANN, TADV, AdversarialTraining
 from lightning_rob.randomness import Streams
-from tests.modules.support import Spy, batch
+from tests.modules.support import FOLDER, Spy, batch, quiet_trainer, saving
 from tests.tiny import (
     Blobs,
     TinyDANN,
@@ -70,13 +69,7 @@ def dann(folder, target="tests.tiny.Blobs", test_size=40, **overrides):
     return recipe(folder, **settings | overrides)
 
 
-SAVE = [
-    "--trainer.callbacks+={class_path: ModelCheckpoint, init_args: "
-    "{filename: 'at-{step}', every_n_train_steps: 2, save_top_k: -1, save_last: true}}",
-    "--trainer.callbacks+={class_path: ModelCheckpoint, init_args: "
-    "{filename: 'end-{epoch}', save_top_k: -1}}",
-]
-FOLDER = "run/version_0/checkpoints"
+SAVE = saving(2)
 END = f"{FOLDER}/end-epoch=3.ckpt"
 
 
@@ -106,7 +99,7 @@ def test_the_targets_images_change_the_weights_and_its_labels_do_not(
     assert same_weights(weights(uninterrupted / END), weights(tmp_path / END)) == same
 
 
-@pytest.mark.slow  # test_bat kills a run too
+@pytest.mark.slow  # test_contract kills a run too
 def test_a_killed_run_of_given_steps_resumes_with_the_same_weights(uninterrupted, tmp_path):
     """With max_steps and a loader process, where Lightning counts epochs differently."""
     length = ["--trainer.max_steps=12", "--trainer.max_epochs=-1", "--data.source.workers=1"]
@@ -120,31 +113,19 @@ def test_a_killed_run_of_given_steps_resumes_with_the_same_weights(uninterrupted
     assert same_weights(*ends)
 
 
-TWO = ["--trainer.strategy=ddp", "--trainer.devices=2", "--trainer.max_epochs=2"]
-
-
-@pytest.fixture(scope="module")
-def two_processes(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("two_processes")
-    attacked = {"trainer__callbacks+": [robust_eval({"apgd": pgd()})]}
-    done = shell("fit", "--config", dann(folder, **attacked), *TWO, *SAVE)
-    assert done.returncode == 0, done.stderr
-    return folder
-
-
 @pytest.mark.slow  # test_ddp fits on two processes
-def test_two_processes_fit_dann_under_attack(two_processes):
-    found = records(two_processes)
+def test_two_processes_fit_dann_under_attack_and_resume_with_the_same_weights(tmp_path):
+    two = ["--trainer.strategy=ddp", "--trainer.devices=2", "--trainer.max_epochs=2", *SAVE]
+    attacked = {"trainer__callbacks+": [robust_eval({"apgd": pgd()})]}
+    done = shell("fit", "--config", dann(tmp_path / "a", **attacked), *two)
+    assert done.returncode == 0, done.stderr
+    found = records(tmp_path / "a")
     assert {r["n"] for r in found} == {32}
     assert [r["step"] for r in found if r["name"] == "apgd"] == [2, 4]  # 20 images each
-
-
-@pytest.mark.slow
-def test_two_processes_resume_with_the_same_weights(two_processes, tmp_path):
-    start = two_processes / FOLDER / "end-epoch=0.ckpt"
-    again = shell("fit", "--config", dann(tmp_path), *TWO, *SAVE, "--ckpt_path", start)
+    start = tmp_path / "a" / FOLDER / "end-epoch=0.ckpt"
+    again = shell("fit", "--config", dann(tmp_path / "b"), *two, "--ckpt_path", start)
     assert again.returncode == 0, again.stderr
-    ends = (weights(part / FOLDER / "end-epoch=1.ckpt") for part in (two_processes, tmp_path))
+    ends = (weights(tmp_path / part / FOLDER / "end-epoch=1.ckpt") for part in "ab")
     assert same_weights(*ends)
 
 
@@ -167,10 +148,7 @@ def test_data_without_a_target_are_refused(tmp_path, capsys):
 
 
 def fit(module, **options):
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    settings = {"accelerator": "cpu", "devices": 1, "enable_checkpointing": False}
-    data = SourceTargetData(Blobs(), Blobs(test_size=40))
-    Trainer(**quiet, **settings, **options).fit(module, datamodule=data)
+    quiet_trainer(**options).fit(module, datamodule=SourceTargetData(Blobs(), Blobs(test_size=40)))
 
 
 @pytest.mark.parametrize("length", [{"max_epochs": 3}, {"max_epochs": -1, "max_steps": 9}])
@@ -188,7 +166,9 @@ def test_a_run_of_unknown_length_is_refused():
         fit(DANN(TinyDANN), max_epochs=-1)
 
 
-def test_dann_refuses_the_same_arguments_as_the_defense():
+def test_dann_and_tadv_refuse_the_same_arguments_as_the_defenses():
+    with pytest.raises(ValueError, match=r"fraction must be in \(0, 1\], got 0"):
+        TADV(TinyNet, Spy(), fraction=0)
     with pytest.raises(ValueError, match="scale must not be negative, got -1"):
         DANN(TinyDANN, scale=-1)
     with pytest.raises(TypeError, match="such as DANNNet: Identity has no features"):
@@ -222,8 +202,3 @@ def test_tadv_is_adversarial_training_with_the_halves_in_the_other_order():
     swapped = torch.arange(8).roll(4)
     expected = other.loss(x[swapped], y[swapped])
     torch.testing.assert_close(TADV(lambda: net, Spy()).loss(x, y), expected)
-
-
-def test_a_fraction_out_of_range_is_refused():
-    with pytest.raises(ValueError, match=r"fraction must be in \(0, 1\], got 0"):
-        TADV(TinyNet, Spy(), fraction=0)

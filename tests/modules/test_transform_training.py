@@ -1,7 +1,6 @@
 """TransformTraining: early stopping of each sub-model, resumption, and several processes."""
 
 import json
-import math
 import signal
 from itertools import pairwise
 
@@ -16,7 +15,7 @@ from lightning_rob.modules import TransformTraining
 from lightning_rob.runtime.errors import InputError
 from lightning_rob.transforms.pool import pool
 from tests.forked import forked, two_ranks
-from tests.tiny import TinyNet, pgd, run, same_weights, weights
+from tests.tiny import Blobs, TinyNet, pgd, run, same_weights, weights
 from tests.tiny import recipe as bat
 
 NAMES = ["clean", "rotate_90", "noise_gaussian"]
@@ -69,7 +68,8 @@ def test_every_sub_model_is_trained_in_turn_and_ends_with_its_best_weights(unint
     assert saved_state(uninterrupted)["pending"] == []
     model = TransformTraining(lambda: TinyNet(8), NAMES)
     model.load_state_dict(weights(uninterrupted / LAST))
-    data = blobs()
+    data = Blobs()
+    data.setup("fit")
     for member, name in enumerate(NAMES):
         images = TransformedCache(data.parts["val"])
         changed = images.transformed(model.transforms[name], name, 0)
@@ -84,14 +84,6 @@ def test_a_checkpoint_is_loaded_without_a_trainer(uninterrupted):
     assert same_weights(module.state_dict(), weights(uninterrupted / LAST))
 
 
-def blobs():
-    from tests.tiny import Blobs
-
-    data = Blobs()
-    data.setup("fit")
-    return data
-
-
 def test_early_stopping_ends_a_sub_models_training(uninterrupted):
     """With a patience of 1 all losses fall but the last, or all epochs are used."""
     for values in losses(uninterrupted).values():
@@ -100,7 +92,7 @@ def test_early_stopping_ends_a_sub_models_training(uninterrupted):
         assert len(values) == 3 or not falling[-1]
 
 
-@pytest.mark.parametrize("epoch", [0, 2, 3])
+@pytest.mark.parametrize("epoch", [0, 3])
 def test_resuming_from_any_epoch_gives_the_same_weights(uninterrupted, tmp_path, epoch):
     start = uninterrupted / f"run/version_0/checkpoints/end-epoch={epoch}.ckpt"
     run("fit", "--config", recipe(tmp_path), "--ckpt_path", start)
@@ -120,29 +112,24 @@ def test_a_finished_fit_trains_nothing_more(uninterrupted, tmp_path):
     assert not losses(tmp_path)
 
 
-def test_finished_sub_models_in_the_folder_are_not_trained_again(tmp_path):
-    folder = str(tmp_path / "subs")
-    run("fit", "--config", recipe(tmp_path / "a", transforms=["clean", "rotate_90"], folder=folder))
-    run(
-        "fit",
-        "--config",
-        recipe(tmp_path / "b", transforms=["rotate_90", "flip_both"], folder=folder),
-    )
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of two sub-models that are kept in a folder, and the folder."""
+    place = tmp_path_factory.mktemp("finished")
+    folder = str(place / "subs")
+    run("fit", "--config", recipe(place, transforms=["clean", "rotate_90"], folder=folder))
+    return place, folder
+
+
+def test_finished_sub_models_in_the_folder_are_not_trained_again(finished, tmp_path):
+    (place, folder), names = finished, ["rotate_90", "flip_both"]
+    run("fit", "--config", recipe(tmp_path / "b", transforms=names, folder=folder))
     assert set(losses(tmp_path / "b")) == {"flip_both"}
-    first, second = weights(tmp_path / "a" / LAST), weights(tmp_path / "b" / LAST)
+    first, second = weights(place / LAST), weights(tmp_path / "b" / LAST)
     for key in ("first.weight", "norm.running_mean", "last.bias"):
         assert torch.equal(first[f"members.1.{key}"], second[f"members.0.{key}"])
     run("fit", "--config", recipe(tmp_path / "c", transforms=["clean", "flip_both"], folder=folder))
     assert not losses(tmp_path / "c")
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """A folder with one finished sub-model."""
-    place = tmp_path_factory.mktemp("finished")
-    folder = str(place / "subs")
-    run("fit", "--config", recipe(place, transforms=["clean"], folder=folder))
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -157,7 +144,7 @@ def finished(tmp_path_factory):
 )
 def test_a_sub_model_trained_otherwise_is_not_loaded(tmp_path, finished, capsys, other, difference):
     with pytest.raises(SystemExit):
-        run("fit", "--config", recipe(tmp_path, transforms=["clean"], folder=finished), other)
+        run("fit", "--config", recipe(tmp_path, transforms=["clean"], folder=finished[1]), other)
     assert f"clean.pt was trained otherwise ({difference})" in capsys.readouterr().err
 
 
@@ -214,31 +201,18 @@ def grey(count):
     )
 
 
-def test_images_are_transformed_once_and_kept(tmp_path):
-    part, noise = grey(20), pool()["noise_gaussian"]
-    shown, counts = TransformedCache(part, str(tmp_path)), []
+def test_images_are_transformed_once_each_by_itself_and_found_by_their_index(tmp_path):
+    part, noise, counts = grey(20), pool()["noise_gaussian"], []
+    shown = TransformedCache(part, str(tmp_path))
     first = shown.transformed(noise, "noise_gaussian", 0, counts.append)
+    again = TransformedCache(part, str(tmp_path))
+    assert torch.equal(again.transformed(noise, "noise_gaussian", 0, counts.append), first)
     assert sum(counts) == 18
-    counts.clear()
-    again = TransformedCache(part, str(tmp_path)).transformed(
-        noise, "noise_gaussian", 0, counts.append
-    )
-    assert torch.equal(first, again)
-    assert counts == []
     other = shown.transformed(noise, "noise_gaussian", 1, counts.append)
-    assert sum(counts) == 18
+    assert sum(counts) == 36
     assert not torch.equal(first, other)
     assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_an_image_is_found_by_its_index_and_transformed_by_itself():
-    part, noise = grey(20), pool()["noise_gaussian"]
-    shown = TransformedCache(part)
-    rows = shown.positions(torch.tensor([5, 17]))
-    assert shown.index[rows].tolist() == [5, 17]
-    whole = shown.transformed(noise, "noise_gaussian", 0)
-    half = TransformedCache(IndexedSubset(part.source, part.indices[:7])).transformed(
-        noise, "noise_gaussian", 0
-    )
-    torch.testing.assert_close(whole[:7], half)
-    assert not math.isclose(float((whole - shown.x).abs().max()), 0)
+    half = TransformedCache(IndexedSubset(part.source, part.indices[:7]))
+    torch.testing.assert_close(half.transformed(noise, "noise_gaussian", 0), first[:7])
+    assert not torch.equal(first, shown.x)
+    assert shown.index[shown.positions(torch.tensor([5, 17]))].tolist() == [5, 17]

@@ -4,19 +4,18 @@ from functools import partial
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.tuner import Tuner
 
 from lightning_rob.attacks import PGD
-from lightning_rob.modules import BAT, AdversarialTraining, FreeTraining
+from lightning_rob.modules import BAT, FreeTraining
 from lightning_rob.threat import Threat
+from tests.modules.support import quiet_trainer
 from tests.tiny import Blobs, TinyNet, same_weights
 
 THREAT = Threat("linf", 16 / 255)
 ATTACK = PGD(THREAT, 2, 8 / 255)
 ADAM = partial(torch.optim.Adam, lr=0.01)
 MODULES = {
-    "AdversarialTraining": lambda: AdversarialTraining(TinyNet, ATTACK, optimizer=ADAM),
     "FreeTraining": lambda: FreeTraining(TinyNet, THREAT, 2, optimizer=ADAM),
     "BAT": lambda: BAT(TinyNet, ATTACK, 4, monitor=None, optimizer=ADAM),
 }
@@ -36,15 +35,7 @@ def find_batch(tuner, module, data):
 def trained(name, folder, find=None):
     torch.manual_seed(0)
     module, data = MODULES[name](), Blobs()
-    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    epochs = 8 if name == "BAT" else 5
-    trainer = Trainer(
-        accelerator="cpu",
-        max_epochs=epochs,
-        default_root_dir=folder,
-        enable_model_summary=False,
-        **options,
-    )
+    trainer = quiet_trainer(max_epochs=8 if name == "BAT" else 5, default_root_dir=folder)
     if find:
         find(Tuner(trainer), module, data)
     trainer.fit(module, data)

@@ -45,13 +45,9 @@ def downloaded(tmp_path, monkeypatch):
     return state
 
 
-def test_named_weights(downloaded):
+def test_named_weights_and_a_new_head(downloaded):
     net = ZooNet("squeezenet1_0", weights="IMAGENET1K_V1", classes=1000)
-    for name, entry in net.net.state_dict().items():
-        assert torch.equal(entry, downloaded[name])
-
-
-def test_named_weights_with_a_new_head(downloaded):
+    assert all(torch.equal(entry, downloaded[n]) for n, entry in net.net.state_dict().items())
     net = ZooNet("squeezenet1_0", weights="DEFAULT", classes=4).net
     assert torch.equal(net.state_dict()["features.0.weight"], downloaded["features.0.weight"])
     assert net.classifier[1].weight.shape == (4, 512, 1, 1)
@@ -88,10 +84,14 @@ def test_unknown_to_the_zoo(options, message):
         ZooNet(**options)
 
 
-def test_timm_is_optional(monkeypatch):
-    monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(ImportError, match=r'pip install "lightning-rob\[timm\]"'):
-        ZooNet("resnet10t", source="timm")
+@pytest.mark.parametrize(
+    ("package", "name"), [("timm", "resnet10t"), ("huggingface_hub", "hf-hub:org/net")]
+)
+def test_packages_of_extras_are_named(package, name, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    extra = "hub" if package == "huggingface_hub" else package
+    with pytest.raises(ImportError, match=rf'pip install "lightning-rob\[{extra}\]"'):
+        ZooNet(name, source="timm")
 
 
 @pytest.fixture
@@ -114,9 +114,8 @@ def test_a_repository_of_the_hub(repository):
     timm = pytest.importorskip("timm")
     saved, x = timm.create_model("test_resnet", num_classes=7).eval(), images(size=32)
     save_file(saved.state_dict(), repository / "model.safetensors")
-    normalised = (x - torch.tensor([0.5, 0.25, 0.75])[:, None, None]) / torch.tensor(
-        [0.5, 0.5, 0.25]
-    )[:, None, None]
+    mean, std = torch.tensor([[0.5, 0.25, 0.75], [0.5, 0.5, 0.25]])[..., None, None]
+    normalised = (x - mean) / std
     for name in ("hf-hub:org/net", f"hf-hub:org/net@{repository.name}"):
         with torch.no_grad():
             torch.testing.assert_close(ZooNet(name).eval()(x), saved(normalised))
@@ -154,10 +153,4 @@ def test_configurations_that_name_no_network(config, message, repository):
     save_file({"x": torch.zeros(1)}, repository / "model.safetensors")
     (repository / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=message):
-        ZooNet("hf-hub:org/net")
-
-
-def test_the_hub_is_optional(monkeypatch):
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ImportError, match=r'pip install "lightning-rob\[hub\]"'):
         ZooNet("hf-hub:org/net")

@@ -1,5 +1,185 @@
-"""`lightning-rob monitor`: the attacks of `test` on each checkpoint of a run as it appears."""
+"""`lightning-rob monitor`: follow the checkpoints of a run, or a deployed one."""
 
-from lightning_rob.commands.monitor.loop import run
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar
 
-__all__ = ["run"]
+from lightning_rob.commands.config import CommandConfig
+from lightning_rob.commands.destinations import check_destinations
+from lightning_rob.commands.locations import check_remote, is_remote, is_single
+from lightning_rob.commands.thresholds import parse_thresholds
+from lightning_rob.comparisons import SIGNIFICANT
+from lightning_rob.runtime.errors import visible
+
+LOCAL = "127.0.0.1"  # address of the monitor's page and metrics
+
+
+class MissingRun(ValueError):
+    """A folder or checkpoint that is not there, and may come."""
+
+
+@dataclass(frozen=True)
+class MonitorConfig(CommandConfig):
+    """Follow the checkpoints of a run, or a deployed one.
+
+    Each new one is attacked; the images that became vulnerable are named, and an alarm is
+    raised when it is worse. The exit code is 1 after an alarm. Started again it resumes.
+
+      lightning-rob monitor logs/version_0 --alarm robust/worst=0.40 --drop significant
+
+    Args:
+        run: folder, file, s3://… or mlflow:models/NAME@ALIAS; or first argument
+        suite: attacks such as rec_suite, one each time; else PGD, ARC as trained
+        alarm: alarm below robust/worst=0.40,acc=0.80, or above blind=0.02
+        drop: alarm if worst fell since last or best, p < N; significant: 0.05
+        notify: POST alarms and recoveries to this URL; slack://… by apprise
+        serve: page, /metrics for Prometheus and /healthz at this port of localhost, such as 9108
+        serve_host: address of that port
+        template: Jinja template of the page, else the shipped one
+        metrics_file: write the metrics to FILE.prom, for node exporter
+        reevaluate: evaluate the newest checkpoint again after N hours
+        stop_at_alarm: end with the first alarm, of any model
+        every: seconds between two looks into the folder
+        once: evaluate the checkpoints that are there, and end
+        until: end when this file exists and no checkpoint is left
+        models: YAML file of several models, each with its run and other options
+        label: name in notifications and metrics; else the whole path or the URL
+        out: for the history; else RUN, for a file NAME_monitor; a URL needs it
+
+    Raises:
+        ValueError: no such folder or file, a URL without `out`, a value without meaning, or a
+            missing package.
+    """
+
+    positional: ClassVar[str] = "run"
+    usage: ClassVar[str] = "RUN [options of test]"
+
+    run: str | Path | None = None
+    suite: list[str] | None = None
+    alarm: list[str] | None = None
+    drop: str | float | None = None
+    notify: list[str] | None = field(default=None, repr=False)  # some URLs are secrets
+    serve: int | None = None
+    serve_host: str = LOCAL
+    template: Path | None = None
+    metrics_file: Path | None = None
+    reevaluate: float | None = None
+    stop_at_alarm: bool = False
+    every: float = 30.0
+    once: bool = False
+    until: Path | None = None
+    models: Path | None = None
+    label: str | None = None
+    out: Path | None = None
+
+    def __post_init__(self) -> None:
+        self._check_run()
+        for name in ("every", "reevaluate"):
+            time = getattr(self, name)
+            if time is not None and not 0 < time < float("inf"):
+                raise ValueError(f"--{name} must be above 0, got {time:g}")
+        _ = self.level, self.minima  # raise errors before anything is built
+        check_destinations(self.notify or ())
+        self._check_server()
+
+    def _check_server(self) -> None:
+        """Refuse a page that cannot be served, and metrics that cannot be written."""
+        for name in ("serve_host", "template"):
+            if self.serve is None and getattr(self, name) not in (LOCAL, None):
+                raise ValueError(f"--{name} is for --serve, which is not given")
+        if self.serve is not None and not 0 <= self.serve < 65536:
+            raise ValueError(f"--serve must be in 0 … 65535, got {self.serve}")
+        if self.metrics_file and self.metrics_file.suffix != ".prom":
+            raise ValueError(f"--metrics_file must name a FILE.prom, got {self.metrics_file}")
+        if self.metrics_file and find_spec("prometheus_client") is None:
+            raise ValueError("metrics need a package: pip install 'lightning-rob[prometheus]'")
+
+    def _check_run(self) -> None:
+        """Refuse a run that cannot be watched.
+
+        Raises:
+            MissingRun: there is no such folder or file.
+            ValueError: no run, several, or a URL that cannot be read.
+        """
+        if self.models:
+            if self.run or self.label or self.out:
+                raise ValueError("--models names each run, label and out: leave out those options")
+        elif self.run is None:
+            raise ValueError("say first which run to watch: lightning-rob monitor logs/version_0")
+        elif self.url:
+            check_remote(self.url)
+            if self.out is None:
+                raise ValueError(f"{self.url} needs --out FOLDER: the history is a local file")
+        elif not Path(self.run).exists():
+            raise MissingRun(f"there is no folder or checkpoint {self.run}")
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no further checkpoints are awaited."""
+        return self.once or bool(self.until and self.until.exists())
+
+    @property
+    def url(self) -> str | None:
+        """RUN if it is remote, else None."""
+        return str(self.run) if is_remote(self.run) else None
+
+    @property
+    def folder(self) -> Path:
+        """The local run's folder; that of a single file."""
+        run = Path(self.run or "")
+        return run.parent if self.file or run.resolve().name == "checkpoints" else run
+
+    @property
+    def file(self) -> Path | None:
+        """The local checkpoint, if RUN is a single file."""
+        run = Path(self.run or "")
+        return run if self.run and not self.url and not run.is_dir() else None
+
+    @property
+    def is_single(self) -> bool:
+        """Whether RUN is a single checkpoint, which is replaced by each new one."""
+        return is_single(self.url) if self.url else self.file is not None
+
+    @property
+    def name(self) -> str:
+        """The run's name in notifications and metrics."""
+        return visible(self.label or self.url or str((self.file or self.folder).absolute()))
+
+    @property
+    def home(self) -> Path:
+        """The folder of the history."""
+        beside = self.file and self.folder / f"{self.file.stem}_monitor"
+        return self.out or beside or self.folder
+
+    @property
+    def minima(self) -> dict[str, float]:
+        """Minimum accuracy by name."""
+        return parse_thresholds(",".join(self.alarm)) if self.alarm else {}
+
+    @property
+    def level(self) -> float | None:
+        """The p below which a drop is an alarm; None for no such alarm."""
+        if self.drop is None:
+            return None
+        try:
+            level = SIGNIFICANT if self.drop == "significant" else float(self.drop)
+        except ValueError:
+            level = -1.0
+        if not 0 < level < 1:
+            raise ValueError(f"--drop takes significant, or a level in (0, 1), got {self.drop!r}")
+        return level
+
+
+def run(config: MonitorConfig, starts: Mapping[str, Callable[[], Any]]) -> None:
+    """Evaluate each new checkpoint; exit with code 1 after an alarm.
+
+    Args:
+        config: options of the process.
+        starts: functions that return the options of each model by its name, and the function that
+            builds the `Run` of a checkpoint.
+    """
+    from lightning_rob.commands.monitor import loop
+
+    loop.run(config, starts)

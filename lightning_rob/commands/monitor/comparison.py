@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lightning_rob.commands.configs import MonitorConfig
+from lightning_rob.commands.monitor import MonitorConfig
 from lightning_rob.commands.monitor.history import (
     Fields,
     History,

@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import Logger
 
 from lightning_rob.commands.base import Run, quiet_lightning
 from lightning_rob.commands.checkpoints import RECIPE, load_weights
-from lightning_rob.commands.configs import MissingRun, MonitorConfig
+from lightning_rob.commands.monitor import MissingRun, MonitorConfig
 from lightning_rob.commands.monitor.comparison import (
     current_results,
     final_alarms,

@@ -14,7 +14,7 @@ from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
-from lightning_rob.commands.configs import MonitorConfig
+from lightning_rob.commands.monitor import MonitorConfig
 from lightning_rob.commands.monitor.display import warn
 from lightning_rob.commands.monitor.history import timestamp
 from lightning_rob.commands.monitor.page import TEMPLATES, Snapshot, view

@@ -2,10 +2,12 @@
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import ClassVar
 
-from lightning_rob.commands.configs import ReportConfig
+from lightning_rob.commands.config import CommandConfig
 from lightning_rob.commands.report.blocks import (
     TEMPLATES,
     Block,
@@ -21,6 +23,40 @@ from lightning_rob.commands.report.sections import comparison, run_section
 from lightning_rob.runtime.errors import visible
 
 __all__ = ["report", "run"]
+
+
+@dataclass(frozen=True)
+class ReportConfig(CommandConfig):
+    """Turn the records of runs into one HTML page, complete in itself, and into Markdown.
+
+    A page shows the last evaluation of each run, its robust accuracy epoch by epoch, all
+    arguments of each attack, sweeps, matrices and pictures where a run has them, and the
+    recipe. Several runs are compared in one table.
+
+      lightning-rob report logs/version_0     logs/version_0/report.html and .md
+      lightning-rob report logs               all runs below logs, compared
+      lightning-rob report logs/version_0 logs/version_1 --out compared.html
+
+    Args:
+        runs: folders of runs, or folders above runs
+        out: the page, .html; else report.html in RUN, or here if there are several
+        template: Jinja template of the page, which may extend "page.html"
+
+    Raises:
+        ValueError: no run.
+    """
+
+    positional: ClassVar[str] = "runs"
+    reads_records: ClassVar[bool] = True
+    usage: ClassVar[str] = "RUN [RUN ...] [options]"
+
+    runs: tuple[Path, ...] = ()
+    out: Path | None = None
+    template: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not self.runs:
+            raise ValueError("report takes at least one folder: lightning-rob report RUN")
 
 
 def run(config: ReportConfig) -> None:

@@ -16,10 +16,10 @@ from lightning_rob.callbacks import RobustEval
 from lightning_rob.callbacks.measurement import Measurement, measure
 from lightning_rob.callbacks.robust_eval import full_defense
 from lightning_rob.commands.base import Run, without_reporting
-from lightning_rob.commands.configs import SweepConfig
 from lightning_rob.commands.scores import ScoreFiles, Scores, scores_by_name
-from lightning_rob.commands.sweep_table import Row, SweepTable
-from lightning_rob.commands.sweep_values import Value
+from lightning_rob.commands.sweep import SweepConfig
+from lightning_rob.commands.sweep.table import Row, SweepTable
+from lightning_rob.commands.sweep.values import Value
 from lightning_rob.defenses import Defense, Ensemble
 from lightning_rob.evaluation import worst_case
 from lightning_rob.evaluation.records import Result, append_records, measured, versions

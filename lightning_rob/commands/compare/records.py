@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
-from lightning_rob.commands.configs import CompareConfig
+from lightning_rob.commands.compare import CompareConfig
 from lightning_rob.commands.report.blocks import plain
 from lightning_rob.commands.specs import differences
 from lightning_rob.comparisons import SIGNIFICANT, rounded_down

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from lightning_rob.commands.base import Run
-from lightning_rob.commands.configs import ExportConfig
-from lightning_rob.commands.model_folder import write_model_folder
+from lightning_rob.commands.export import ExportConfig
+from lightning_rob.commands.export.model_folder import write_model_folder
 from lightning_rob.defenses import Defense
 from lightning_rob.evaluation.groups import counted, regrouped
 from lightning_rob.evaluation.records import versions

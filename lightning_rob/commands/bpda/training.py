@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from lightning_rob.commands.configs import BpdaConfig
+from lightning_rob.commands.bpda import BpdaConfig
 from lightning_rob.data import ImageData
 from lightning_rob.data.base import IndexedSubset
 from lightning_rob.randomness import derive_seed

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lightning_rob.commands.tune_study import Study, Trial, attempt
+from lightning_rob.commands.tune.study import Study, Trial, attempt
 
 SETTINGS = {
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # data may be named by a relative path

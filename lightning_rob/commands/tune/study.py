@@ -14,7 +14,7 @@ from typing import Any
 from bayes_opt import BayesianOptimization
 from bayes_opt.acquisition import UpperConfidenceBound
 
-from lightning_rob.commands.tune_space import Budget, Point, Space
+from lightning_rob.commands.tune.space import Budget, Point, Space
 from lightning_rob.evaluation.records import versions
 from lightning_rob.randomness import derive_seed
 from lightning_rob.runtime.files import append_lines, read_json_lines

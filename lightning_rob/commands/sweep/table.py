@@ -7,8 +7,8 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from lightning_rob.commands.configs import SweepConfig
-from lightning_rob.commands.sweep_values import OF_DEFENSE, Value
+from lightning_rob.commands.sweep import SweepConfig
+from lightning_rob.commands.sweep.values import OF_DEFENSE, Value
 from lightning_rob.evaluation.records import Result, append_records
 from lightning_rob.evaluation.results import WORST
 from lightning_rob.plots import Curve, curves, save

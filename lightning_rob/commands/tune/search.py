@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_rob.commands.base import Run, quiet_lightning, write_config
-from lightning_rob.commands.configs import TuneConfig
 from lightning_rob.commands.specs import class_name
-from lightning_rob.commands.tune_space import Point, Space, replaced
-from lightning_rob.commands.tune_study import Record, Search, Study, Trial, read_trials
+from lightning_rob.commands.tune import TuneConfig
+from lightning_rob.commands.tune.space import Point, Space, replaced
+from lightning_rob.commands.tune.study import Record, Search, Study, Trial, read_trials
 from lightning_rob.plots import convergence, save
 from lightning_rob.randomness import derive_seed
 from lightning_rob.recipes.safe_yaml import load_file
@@ -43,7 +43,7 @@ def run(config: TuneConfig, run: Run, build: Build) -> Path | None:
             "--ray makes several trials at a time"
         )
     if config.ray:
-        from lightning_rob.commands.tune_ray import run_with_ray  # needs an extra
+        from lightning_rob.commands.tune.ray import run_with_ray  # needs an extra
     out = config.out or Path("tuning") / run.name
     file = config.space or Path()  # which the config has checked
     content = load_file(file, "a search space")

@@ -1,0 +1,76 @@
+"""`lightning-rob bpda`: networks whose gradients stand in for those of transforms."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from lightning_rob.commands.config import CommandConfig, at_least
+
+if TYPE_CHECKING:
+    from lightning_rob.data import ImageData
+
+
+def find_transforms(content: Any) -> dict[str, Any] | None:
+    """Return the first mapping under a key `transforms`, at any depth."""
+    if not isinstance(content, Mapping):
+        return None
+    if isinstance(content.get("transforms"), Mapping):
+        return dict(content["transforms"])
+    found = (find_transforms(part) for part in content.values())
+    return next((part for part in found if part), None)
+
+
+@dataclass(frozen=True)
+class BpdaConfig(CommandConfig):
+    """Train a network on each transform (BPDA), whose gradient can replace the transform's.
+
+    It is used by RandomTransforms(…, gradients="bpda", approximations=FOLDER).
+
+      lightning-rob bpda --data Digits5k --out bpda_nets --max_images 2000
+
+    With --config, data and transforms are those of a recipe. The same command again
+    resumes: a finished network is not trained again. Its file is named after the
+    transform, its arguments and the image shape.
+
+    Args:
+        out: folder for the networks
+        transforms: names such as Affine,Swirl; all; nondifferentiable; or with arguments, as
+            YAML, '{Affine: {alpha: 0.2}}'; else the recipe's, or all
+        epochs: passes over the images
+        max_images: the first N training images; else all
+        device: cpu, cuda; else cuda where there is one
+        seed: of the training
+
+    Raises:
+        ValueError: no folder, or a number that is too small.
+    """
+
+    positional: ClassVar[str] = ""
+    usage: ClassVar[str] = "--data CLASS --out FOLDER [--data.NAME=VALUE] [options]"
+
+    out: Path | None = None
+    transforms: Mapping[str, Any] | str = "all"
+    epochs: int = 10
+    max_images: int | None = None
+    device: str | None = None
+    seed: int = 0
+
+    @classmethod
+    def from_recipe(cls, recipe: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options that a recipe of `fit` implies: its transforms, at any depth."""
+        found = find_transforms(recipe)
+        return {"transforms": found} if found else {}
+
+    def __post_init__(self) -> None:
+        if self.out is None:
+            raise ValueError("say where the networks go to: --out FOLDER")
+        at_least(1, epochs=self.epochs)
+        at_least(2, max_images=self.max_images)
+
+
+def run(config: BpdaConfig, data: "ImageData") -> None:
+    """Train the networks that the folder lacks, and print the errors of all."""
+    from lightning_rob.commands.bpda import training
+
+    training.run(config, data)

@@ -1,0 +1,70 @@
+"""`lightning-rob tune`: search the values of a recipe's keys."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from lightning_rob.commands.config import CommandConfig
+
+if TYPE_CHECKING:
+    from lightning_rob.commands.base import Run
+
+
+@dataclass(frozen=True)
+class TuneConfig(CommandConfig):
+    """Search the values of a recipe's keys that make short trainings of it score best.
+
+    The search is Bayesian optimization: Gaussian process, upper confidence bound.
+
+      lightning-rob tune --config rt_digits --space configs/spaces/tune_digits.yaml
+      lightning-rob fit --config tuning/rt_digits/best.yaml
+
+    Trial 0 has the recipe's own values. The same command again resumes the search.
+
+    Args:
+        space: YAML file with variables, objective, trial, prune, budget
+        trials: stop after N trials; else as the space says, or 160
+        min_trials: never stop before N trials (80)
+        patience: stop after N trials without improvement (40)
+        random: random trials before the optimizer proposes (12)
+        seed: of the search and, with the trial's number, of its training
+        warm_start: trials.jsonl of an earlier study of all or some variables; may be repeated
+        out: for trials.jsonl, best.yaml, convergence.png; else tuning/RECIPE
+        then_fit: train best.yaml after the search
+        ray: run trials through Ray Tune: pip install 'lightning-rob[ray]'
+        concurrent: N trials at a time, with --ray (2)
+
+    Raises:
+        ValueError: no search space, or `concurrent` without `ray`.
+    """
+
+    positional: ClassVar[str] = ""
+    usage: ClassVar[str] = "--config RECIPE --space FILE [options of fit]"
+
+    space: Path | None = None
+    trials: int | None = None
+    min_trials: int | None = None
+    patience: int | None = None
+    random: int | None = None
+    seed: int = 2020  # of the authors' search
+    warm_start: list[Path] | None = None
+    out: Path | None = None
+    then_fit: bool = False
+    ray: bool = False
+    concurrent: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.space is None:
+            raise ValueError(
+                "say what to search: --space FILE, such as configs/spaces/tune_digits.yaml"
+            )
+        if self.concurrent is not None and (not self.ray or self.concurrent < 1):
+            raise ValueError(f"--concurrent needs --ray and at least 1, got {self.concurrent}")
+
+
+def run(config: TuneConfig, run: "Run", build: Callable[[Path], Any]) -> Path | None:
+    """Search, and return the best recipe if it is to be trained."""
+    from lightning_rob.commands.tune import search
+
+    return search.run(config, run, build)
