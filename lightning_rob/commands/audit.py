@@ -34,9 +34,6 @@ class AuditConfig(CommandConfig):
         queries: of the black-box Square Attack, per image
         seed: of all noise, and of the choice of images
         strict: exit with code 1 if something severe was found
-
-    Raises:
-        ValueError: another norm, a radius that holds no or every image, or a count below 1.
     """
 
     usage: ClassVar[str] = "CHECKPOINT [options of test]"

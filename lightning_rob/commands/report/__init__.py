@@ -41,9 +41,6 @@ class ReportConfig(CommandConfig):
         runs: folders of runs, or folders above runs
         out: the page, .html; else report.html in RUN, or here if there are several
         template: Jinja template of the page, which may extend "page.html"
-
-    Raises:
-        ValueError: no run.
     """
 
     positional: ClassVar[str] = "runs"
