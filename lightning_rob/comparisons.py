@@ -17,9 +17,6 @@ def holm(p: Sequence[float]) -> list[float]:
     Step-down (Holm 1979): the smallest of k is multiplied by k, the next by k - 1, and so on.
     Among the comparisons whose adjusted p is at most a level, the probability of any false one is
     at most that level, for any dependence between them.
-
-    Raises:
-        ValueError: a p outside [0, 1].
     """
     if odd := [value for value in p if not 0 <= value <= 1]:
         raise ValueError(f"p must be in [0, 1], got {odd[0]}")

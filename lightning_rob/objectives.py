@@ -26,7 +26,6 @@ class Objective:
     """An objective, with what attacks use to evaluate it in parts and on confident networks.
 
     Args:
-        value: function of logits, weights and labels.
         reduction: how it reduces its values on single draws, "mean" with the draws' weights or
             "min" over those of positive weight. Attacks then evaluate the parts of a mixture one
             by one, in the memory of one part; `HighConfidence` accepts no other objectives.
@@ -74,11 +73,7 @@ def climbed(objective: Loss, logits: Tensor, weights: Tensor, y: Tensor) -> Tens
 
 
 class NonFiniteLogitsError(ValueError):
-    """Report non-finite logits of a defense: an attack has no gradient to follow.
-
-    Args:
-        images: [B] mask of the images concerned.
-    """
+    """Report non-finite logits on `images`, a mask [B]: an attack has no gradient to follow."""
 
     def __init__(self, images: Tensor) -> None:
         count = f"{int(images.sum())} of {len(images)}"
@@ -105,12 +100,10 @@ def check_labels(y: Tensor, classes: int) -> None:
 
 
 def check_logits(logits: Tensor, y: Tensor) -> None:
-    """Raise ValueError for labels [B] out of range and for non-finite logits [S, B, K].
-
-    A single draw with NaN, or with an infinite largest logit, leaves the objective of all draws
-    without a gradient, and the other draws would look robust.
-    """
+    """Raise ValueError for labels [B] out of range and for non-finite logits [S, B, K]."""
     check_labels(y, logits.shape[-1])
+    # A draw that is not finite leaves the objective of all draws without a gradient, and they would
+    # look robust. A single logit of minus infinity is allowed: it rules a class out.
     nonfinite = ~logits.amax(-1).isfinite().all(0)
     if nonfinite.any():
         raise NonFiniteLogitsError(nonfinite)
@@ -140,10 +133,8 @@ def classification_loss(logits: Tensor, y: Tensor) -> Tensor:
 
 
 def boosted_cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
-    """Compute -log p[y] - log(1 - the largest wrong p), p = softmax: [..., B, K], [B] -> [..., B].
-
-    MART trains on it (Wang et al., ICLR 2020, "BCE").
-    """
+    """Compute MART's -log p[y] - log(1 - the largest wrong p) (Wang et al. 2020): [..., B]."""
+    # 1 minus the rival's probability is the sum of all others, which has no cancellation.
     rival = _split(logits, y)[1].argmax(-1, keepdim=True)
     others = logits.scatter(-1, rival, -torch.inf)
     lead = logits.gather(-1, rival).squeeze(-1) - others.logsumexp(-1)
@@ -163,6 +154,7 @@ def _log_expectation(weights: Tensor, logarithms: Tensor) -> Tensor:
 
 def _min_over_draws(weights: Tensor, values: Tensor) -> Tensor:
     """Return the smallest value over draws of positive weight: [S], [S, B] -> [B]."""
+    # A draw that never happens must not decide the minimum.
     never_drawn = (weights == 0).to(values.device)[:, None]
     return values.masked_fill(never_drawn, torch.inf).amin(0)
 
@@ -241,9 +233,6 @@ def expected_dlr(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
 
     It is the margin divided by the distance of the largest and the third largest logit, which makes
     it independent of the logits' scale and shift.
-
-    Raises:
-        ValueError: fewer than three classes.
     """
     if logits.shape[-1] < 3:
         raise ValueError(f"DLR needs three classes or more, the defense has {logits.shape[-1]}")
@@ -264,6 +253,7 @@ def targeted_dlr(target: Tensor) -> Objective:
             )
         right, wrong = _pair(logits, y, target)
         top = logits.topk(4).values
+        # The guard is the authors': equal logits would divide by zero.
         spread = top[..., 0] - (top[..., 2] + top[..., 3]) / 2 + DLR_GUARD
         return expectation(weights, (wrong - right) / spread)
 
@@ -279,15 +269,10 @@ def _pair(logits: Tensor, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class TargetedMargin:
-    """The logit of one wrong class minus the label's, reduced over draws.
+    """The logit of the wrong class y + k modulo K minus the label's, reduced over draws."""
 
-    Args:
-        class_offset: k; the wrong class is y + k modulo K.
-        reduction: "mean" with the draws' weights, or "min" over the draws of positive weight.
-    """
-
-    class_offset: int
-    reduction: Reduction = "mean"
+    class_offset: int  # k
+    reduction: Reduction = "mean"  # "mean" with the draws' weights, "min" over positive ones
 
     def __call__(self, logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
         """Compute the margins [B] of logits [S, B, K], weights [S] and labels [B]."""

@@ -49,6 +49,7 @@ def save(figure: Figure, path: Path, dpi: int = 160) -> Path:
 def pixels(figure: Figure, dpi: int = 120) -> Tensor:
     """Return the figure as an image [3, H, W] in [0, 1], for loggers."""
     figure.set_dpi(dpi)
+    # Drawn in memory: no window system is needed.
     canvas: Any = FigureCanvasAgg(figure)
     canvas.draw()
     rgb = np.asarray(canvas.buffer_rgba())[..., :3].copy()
@@ -73,13 +74,7 @@ class Curve:
 
 
 def curves(lines: Sequence[Curve], x_label: str, y_label: str) -> Figure:
-    """Draw accuracies in per cent, each line with a band of its intervals.
-
-    Lines differ by colour, marker and dashes, so that they remain distinct in grey.
-
-    Raises:
-        ValueError: no line.
-    """
+    """Draw accuracies in per cent, each line with a band of its intervals; distinct in grey too."""
     if not lines:
         raise ValueError("curves needs at least one line, got none")
     figure = blank(5.6, 4.2)
@@ -87,9 +82,11 @@ def curves(lines: Sequence[Curve], x_label: str, y_label: str) -> Figure:
     colors = cycle(COLORS)
     looks = zip(lines, cycle(MARKERS), cycle(DASHES), strict=False)
     for depth, (line, marker, dashes) in enumerate(looks):
+        # A sweep may list its values in any order; a line has to rise along x.
         order = sorted(range(len(line.x)), key=lambda i: line.x[i])
         x, color = [line.x[i] for i in order], line.color or next(colors)
         low, high = ([100 * line.intervals[i][side] for i in order] for side in (0, 1))
+        # Marker and dashes differ too, so that lines remain distinct in grey.
         axes.fill_between(x, low, high, color=color, alpha=0.12, linewidth=0)
         axes.plot(
             x,
@@ -119,16 +116,7 @@ def curves(lines: Sequence[Curve], x_label: str, y_label: str) -> Figure:
 
 
 def convergence(objectives: Sequence[float | None], initial: int, label: str) -> Figure:
-    """Draw the objective of each trial of a search, and the best so far.
-
-    Args:
-        objectives: [N] objective of each trial, the first untuned; None if it failed.
-        initial: number of trials before the optimizer proposed any.
-        label: name of the objective.
-
-    Raises:
-        ValueError: no trial, or all failed.
-    """
+    """Draw the objective of each trial [N], the first untuned, None if failed, and the best."""
     found = {i: o for i, o in enumerate(objectives) if o is not None}
     if not found:
         raise ValueError(f"convergence needs a trial that did not fail, got {len(objectives)}")
@@ -143,8 +131,10 @@ def convergence(objectives: Sequence[float | None], initial: int, label: str) ->
         axes.plot(numbers, heights, marker, color=color, markersize=4, label=name)
     failed = [i for i in range(len(objectives)) if i not in found]
     if failed:
+        # A failed trial has no objective: it is marked at the bottom.
         lowest = [min(found.values())] * len(failed)
         axes.plot(failed, lowest, "x", color="0.4", markersize=5, label="failed")
+    # The best so far, continued to the last trial, also one that failed.
     best = list(accumulate(found.values(), max))
     ends = [*found, len(objectives) - 1]
     axes.step(ends, [*best, best[-1]], where="post", color=COLORS[2], label="best so far")
@@ -167,13 +157,7 @@ def heat_map(
     column_label: str = "attacked member",
     unit: str = "accuracy in %",
 ) -> Figure:
-    """Draw a matrix [R, C] in [0, 1] as numbers in per cent, darker where they are larger.
-
-    The shades span 0 to 100 %, so that figures are comparable side by side.
-
-    Raises:
-        ValueError: the number of names is not that of the rows and columns.
-    """
+    """Draw a matrix [R, C] in [0, 1] as numbers in per cent, with shades that span 0 to 100 %."""
     if matrix.shape != (len(rows), len(columns)):
         raise ValueError(
             f"a matrix {list(matrix.shape)} needs as many names, "
@@ -240,9 +224,6 @@ def gallery(
 
     All perturbations are amplified by one factor, which the figure states; mid-grey is no change.
     `attacks` are the names of the two attacks, `names` the classes' names; None numbers them.
-
-    Raises:
-        ValueError: no row.
     """
     if not rows:
         raise ValueError("a gallery needs at least one case, got none")

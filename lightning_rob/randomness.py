@@ -56,10 +56,7 @@ class Streams:
 
     @classmethod
     def from_index(cls, index: Tensor, *keys: int) -> "Streams":
-        """Return the streams of images by their indices [B] in their data set.
-
-        Further keys (a seed, an epoch, a repeat) identify this noise among others.
-        """
+        """Return the streams of images by their indices [B] and by keys, such as a seed."""
         batch_key = derive_seed(*keys)
         return cls(_mix(_mix(index.to(torch.int64)) ^ batch_key), batch_key)
 
@@ -77,6 +74,7 @@ class Streams:
 
     def fold_in(self, key: int) -> "Streams":
         """Return other streams for the same images, derived from these by a key."""
+        # The counter takes part, so that the same key later gives other streams.
         derived = derive_seed(key, self.counter)
         keys = _mix(self.keys ^ derived)
         return Streams(keys, derive_seed(self.batch_key, derived), self.rows)
@@ -97,8 +95,10 @@ class Streams:
     def uniform(self, shape: Sequence[int]) -> Tensor:
         """Draw [B, *shape] float32 in [0, 1)."""
         count = math.prod(shape)
+        # Number i of a stream is a hash of its key and of i: there is no state but the counter.
         steps = torch.arange(self.counter + 1, self.counter + count + 1, device=self.keys.device)
         self.counter += count
+        # The upper 24 bits, for float32 represents no more.
         bits = _mix(self.keys[:, None] + steps * _signed(GOLDEN))
         unit = (bits >> 40).bitwise_and_(2**24 - 1).to(torch.float32).mul_(2.0**-24)
         return unit.reshape(len(self), *shape)
@@ -117,10 +117,8 @@ def uniform(x: Tensor, *shape: int, generator: Generator = None) -> Tensor:
 
     Returns:
         [B, *shape] in [0, 1), of x's dtype.
-
-    Raises:
-        ValueError: the numbers of streams and images differ.
     """
+    # Numbers are below 1 in every type, for an index made of them must not be out of range.
     below_one = 1 - torch.finfo(x.dtype).eps / 2  # half precision would round up to 1
     if isinstance(generator, Streams):
         if len(generator) != len(x):
@@ -138,11 +136,9 @@ def normal(x: Tensor, *shape: int, generator: Generator = None) -> Tensor:
 
 
 def generator_from(x: Tensor, generator: Generator = None) -> torch.Generator:
-    """Return a generator for the draws that a batch x shares, seeded by a draw for each image.
-
-    `Streams` give another one at the next call.
-    """
+    """Return a generator for the draws that a batch x shares, seeded by a draw for each image."""
     drawn = uniform(torch.zeros(len(x), device=x.device), generator=generator)
+    # `Streams` count this draw, so that the next call returns another generator.
     return torch.Generator().manual_seed(seed_from(drawn))
 
 
@@ -153,12 +149,7 @@ def seed_from(drawn: Tensor) -> int:
 
 @contextmanager
 def seeded_global_rng(generator: torch.Generator, device: torch.device) -> Iterator[None]:
-    """Seed the global streams of torch, numpy and Python by a generator; then restore them.
-
-    Args:
-        generator: a generator on the CPU; one number is drawn.
-        device: the device whose stream is seeded in addition to the CPU's.
-    """
+    """Seed the global streams of torch, numpy and Python by one draw; restore them afterwards."""
     seed = int(torch.randint(2**62, (), generator=generator))
     on_gpu = device.type == "cuda"
     of_numpy, of_python = np.random.get_state(), random.getstate()

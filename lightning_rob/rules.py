@@ -32,16 +32,13 @@ def abstains(rule: Rule) -> bool:
 def rejected_share(predictions: Tensor, rejects: int | None, abstained: bool) -> Tensor:
     """Return the probability [...] of a rejection in predictions [..., K].
 
-    Args:
-        predictions: probability of each class.
-        rejects: class that stands for rejection, if there is one.
-        abstained: whether a row's difference from one is rejected; else it counts as wrong, as
-            where logits are not finite.
+    It is that of the class `rejects`, if there is one, and what a row lacks to one if `abstained`.
     """
     known = predictions.nan_to_num(0.0, 0.0, 0.0)
     share = torch.zeros_like(known[..., 0]) if rejects is None else known[..., rejects]
     if not abstained:
         return share
+    # Without a rule that abstains such a row has logits that are not finite: it counts as wrong.
     missing = 1 - known.sum(-1)
     return share + torch.where(missing > ROUNDING, missing, 0.0)
 
@@ -64,6 +61,7 @@ def _plurality(votes: Tensor, weights: Tensor) -> Tensor:
     """Elect the class with the most weight of [S, B, K] votes; ties go to the earliest vote."""
     total = expectation(weights, votes)
     tied = total >= total.amax(-1, keepdim=True) - 1e-6  # sums of 1/S in float32 are not exact
+    # The earliest draw has the largest number, so that a maximum breaks ties.
     first = torch.arange(len(votes), 0, -1, device=votes.device).to(votes)
     counts = (votes > 0) & (weights.to(votes) > 0)[:, None, None]
     tie_break = (first[:, None, None] * counts).amax(0)

@@ -46,22 +46,19 @@ def print_table(title: str, results: Iterable[_Row], console: Console | None = N
     private draws: the share that the defense's own randomness has. "rejected" and "accepted,
     wrong" are shares of the predictions of a defense that may reject. "blind" is the share of
     images, right without an attack, on which it had no gradient to follow. "against" compares with
-    the first attack image by image. A narrow terminal leaves out "against" and the time. The
-    findings of the evaluation stand below.
-
-    Args:
-        title: above the table.
-        results: of one name, target and number of images the last counts.
-        console: None prints to standard output.
+    the first attack image by image. Of results of one name, target and number of images the last
+    counts. The findings of the evaluation stand below the table.
     """
     console = console or Console()
     last = {(r.name, r.details.get("target"), r.n): r for r in results}
     compared = [r.details["against"]["p"] for r in last.values() if r.details.get("against")]
+    # Several comparisons would find a difference somewhere by luck.
     adjusted = iter(holm(compared))
     rows = [_accuracy_cells(result, adjusted) for result in last.values()]
     needless = {"on"} if {row["on"] for row in rows} <= {"", "full defense"} else set()
     kept = [k for k in (rows[0] if rows else ()) if k not in needless and any(r[k] for r in rows)]
     widths = {k: max(len(k), *(len(row[k]) for row in rows)) for k in kept}
+    # A narrow terminal does without these columns.
     for spare in [name for name in ("against", "time") if name in kept]:
         if sum(widths[k] for k in kept) + 3 * len(kept) + 1 > console.width:
             kept.remove(spare)

@@ -19,11 +19,7 @@ TINY = 1e-30
 
 
 def pixels(value: float | str) -> float:
-    """Return a length in pixel units, given as a number or a fraction such as "8/255".
-
-    Raises:
-        ValueError: a text that is neither.
-    """
+    """Return a length in pixel units, given as a number or a fraction such as "8/255"."""
     try:
         return float(Fraction(value)) if isinstance(value, str) else float(value)
     except (ValueError, ZeroDivisionError):
@@ -33,12 +29,9 @@ def pixels(value: float | str) -> float:
 
 
 def norm_order(norm: Norm) -> float:
-    """Return the p of a norm given by name or number.
-
-    Raises:
-        ValueError: neither a name such as "linf", "l2" or "l1" nor a number of at least 1.
-    """
+    """Return the p of a norm given by name ("linf", "l2") or number; ValueError for p < 1."""
     try:
+        # "linf" becomes "inf", which is a number.
         p = float(str(norm).removeprefix("l"))
     except ValueError:
         p = math.nan
@@ -77,7 +70,6 @@ class Threat:
     Args:
         norm: "linf", "l2", "l1" or the p >= 1 of any p-norm.
         eps: radius in pixel units, images span `bounds`; "8/255" is accepted.
-        bounds: smallest and largest value of a pixel.
         relative: all lengths, of steps too, are shares of the image's own norm. With l2 that is
             the normalised l2 dissimilarity of Liao et al. (2020), eq. 1.
 
@@ -138,6 +130,7 @@ class Threat:
         A relative distance from a black image is infinite.
         """
         size = self.size(x_adv - x)
+        # No perturbation of a black image has the relative size 0 / 0: it counts as 0.
         return torch.where(size > 0, size / self.unit(x), 0.0)
 
     def dual(self, w: Tensor) -> Tensor:
@@ -171,6 +164,7 @@ class Threat:
             reach = scale(torch.ones_like(delta), radius)
             delta = torch.maximum(torch.minimum(delta, reach), -reach)
         elif self.p == 2:
+            # Perturbations inside the ball stay as they are.
             delta = scale(delta, (radius / self.size(delta).clamp_min(TINY)).clamp_max(1))
         else:
             raise ValueError(f"projection is for linf and l2, not for norm {self.norm}")
@@ -189,13 +183,11 @@ class Threat:
         return self.apply(self.clip(x_adv - x, x), x)
 
     def start(self, x: Tensor, generator: Generator = None) -> Tensor:
-        """Draw images [B, …] at random points of the ball around x [B, …], within the bounds.
-
-        For linf they are uniform, else of a random direction and radius.
-        """
+        """Draw images [B, …] at random points of the ball around x [B, …], within the bounds."""
         radius = self.eps * self.unit(x)
         if self.p == math.inf:
             u = uniform(x, *x.shape[1:], generator=generator)
+            # Uniform in the cube; in other balls the direction and the radius are random.
             delta = scale(2 * u - 1, radius)
         else:
             d = normal(x, *x.shape[1:], generator=generator)
@@ -206,13 +198,10 @@ class Threat:
 
 @dataclass(frozen=True, eq=False)
 class ThreatPerImage(Threat):
-    """A ball of its own radius around each image of one batch: eps * radii.
+    """A ball of its own radius, eps * radii [B], around each image of one batch.
 
     Attacks that read every length in units of `unit`, and take the part `of` the images they still
     work on, attack within these balls; see `Attack.takes_radii`.
-
-    Args:
-        radii: [B] factors of eps.
     """
 
     radii: Tensor = field(kw_only=True)
@@ -220,11 +209,8 @@ class ThreatPerImage(Threat):
     __hash__ = object.__hash__
 
     def unit(self, x: Tensor) -> Tensor:
-        """Return the unit of length at each image: its factor of eps; [B, …] -> [B].
-
-        Raises:
-            ValueError: x is not the batch of the radii.
-        """
+        """Return the unit of length at each image: its factor of eps; [B, …] -> [B]."""
+        # Images that have left an attack must have taken their radii with them.
         if len(x) != len(self.radii):
             raise ValueError(f"{len(self.radii)} radii for {len(x)} images: take `of` these rows")
         return super().unit(x) * self.radii.to(x)

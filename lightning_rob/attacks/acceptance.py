@@ -17,14 +17,7 @@ def rejects(defense: Defense) -> bool:
 def towards_acceptance(
     work: Work, separable: bool, defense: Defense, x: Tensor, y: Tensor, generator: Generator
 ) -> Tensor:
-    """Attack the classes that a defense accepts, in which rejection counts as the label.
-
-    See `run_in_parts` for the arguments; `separable` says whether an image's result is independent
-    of the other images.
-
-    Raises:
-        ValueError: a label is the class of rejection.
-    """
+    """Attack the classes that a defense accepts, in which rejection counts as the label."""
     behind = behind_labels(defense)
     if behind is not None:
         defense = behind  # of an outer attack, whose images depend on each other

@@ -11,10 +11,7 @@ from lightning_rob.randomness import Generator, Streams
 
 @dataclass
 class ActiveBatch:
-    """The images still attacked, with one row per image in every tensor.
-
-    Subclasses add the state of their search: tensors with one row per image.
-    """
+    """The images still attacked, with one row per image in every tensor."""
 
     index: Tensor  # [b] the images' positions in the whole batch
     x: Tensor  # [b, C, H, W] the clean images
@@ -58,9 +55,6 @@ def positions(x: Tensor) -> Tensor:
 
 
 def derived(generator: Generator, key: int) -> Generator:
-    """Return other streams for a numbered part of an attack; a `torch.Generator` as it is.
-
-    The noise of an image then depends on the part alone, and not on how much has been drawn for
-    images that have left.
-    """
+    """Return other streams for a numbered part of an attack; a `torch.Generator` as it is."""
+    # An image's noise depends on the part alone, not on how much was drawn for images that left.
     return generator.fold_in(key) if isinstance(generator, Streams) else generator

@@ -48,7 +48,6 @@ class APGD(Attack):
 
     Args:
         threat: the ball and the bounds; linf or l2.
-        steps: number of gradient steps of a run.
         objective: the objective to maximise, of `lightning_rob.objectives`: `expected_ce`,
             `expected_dlr`, `expected_margin` …
         targets: number of wrong classes, by falling score of the clean image, towards each of which
@@ -88,13 +87,11 @@ class APGD(Attack):
         return suite_kind == "ensemble" and self.objective in of_rule
 
     def cost(self, count: PassCount) -> int:
-        """Return the largest number of passes that an image costs."""
         runs = self.restarts * (min(self.targets, count.classes - 1) if self.targets else 1)
         run = 2 * (self.steps + 1) + (self.targets > 0)  # the start, and the value of its end
         return count.drawn(self.draws) * (2 + runs * run)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
         y, certain = y.long(), is_certain(defense, self.objective)
         everyone = ActiveBatch(positions(x), x, y, derived(generator, 0))
         objective = ObjectiveGradient(self.objective, self.draws)
@@ -102,6 +99,7 @@ class APGD(Attack):
         order = wrong_classes(scores_of(clean.logits, clean.weights, defense.rule), y)
         best, best_value = x.clone(), _finite(clean.value, x)
         if certain:
+            # No run attacks images that are misclassified as they are.
             best_value = best_value.masked_fill(clean.fooled(y), torch.inf)
         wrong, leaves = order.shape[1], may_leave(defense)
         ranks = range(min(self.targets, wrong)) if self.targets else [None]
@@ -203,10 +201,12 @@ class Ascent(ActiveBatch):
 
     def reconsider_step_size(self, moves: int) -> None:
         """Halve the step sizes that no longer help, after this number of moves."""
+        # Neither the step size nor the best value has changed since the last checkpoint.
         stuck = ~self.halved & (self.best_before >= self.best_value)
         self.halved = (self.rises <= RHO * moves) | stuck
         self.best_before, self.rises = self.best_value, torch.zeros_like(self.rises)
         self.step_size = torch.where(self.halved, self.step_size / 2, self.step_size)
+        # With a smaller step size the run continues from its best iterate.
         self.x_adv = choose(self.halved, self.best, self.x_adv)
         self.gradient = choose(self.halved, self.best_gradient, self.gradient)
 
@@ -219,10 +219,8 @@ class Ascent(ActiveBatch):
 
 
 def checkpoints(steps: int) -> dict[int, int]:
-    """Return the checkpoints w_j and the moves since the one before, as the authors round them.
-
-    The first interval is 0.22 of the steps, each is 0.03 shorter than the last, and at least 0.06.
-    """
+    """Return the checkpoints w_j and the moves since the one before, as the authors round them."""
+    # The first interval is 0.22 of the steps, each is 0.03 shorter than the last, at least 0.06.
     moves, shortest, shrink = (max(int(share * steps), 1) for share in (0.22, 0.06, 0.03))
     found, at = {}, moves
     while at <= steps:
@@ -235,10 +233,7 @@ def checkpoints(steps: int) -> dict[int, int]:
 def surface_point(
     threat: Threat, x: Tensor, generator: Generator = None, share: float = 1.0
 ) -> Tensor:
-    """Draw images [B, …] on the surface of the ball, or at a share of its radius.
-
-    The direction is uniform over the cube for linf, else over the sphere.
-    """
+    """Draw images [B, …] on the surface of the ball, or at a share of its radius."""
     if threat.p == math.inf:
         direction = 2 * uniform(x, *x.shape[1:], generator=generator) - 1
     else:

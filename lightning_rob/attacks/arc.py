@@ -27,11 +27,9 @@ RHO = 0.05  # distance to aim beyond a decision boundary, as a share of eps
 
 
 def member_order(probs: Tensor) -> list[int]:
-    """Return the members by falling probability; among equals the later one first.
-
-    The authors sort this way. Members of probability 0 are left out: moving towards their
-    boundaries would cost success on other members.
-    """
+    """Return the members by falling probability; among equals the later one first."""
+    # The authors sort this way. A step towards the boundary of a member of probability 0 could only
+    # cost success on the others.
     order, positive = probs.argsort(stable=True).flip(0).tolist(), (probs > 0).tolist()
     return [member for member in order if positive[member]]
 
@@ -74,10 +72,6 @@ class ARC(Attack):
             left unchanged, as it would the next time. Never raises the accuracy, up to rounding,
             which depends on the batch size. Without a random start it only changes which of
             several perfect perturbations is returned. Members must be deterministic.
-
-    Raises:
-        ValueError: a count below 1, a step size that is not positive, a norm other than linf and
-            l2, a start with another threat or combined with a random one.
     """
 
     lengths: ClassVar[tuple[str, ...]] = ("step_size",)
@@ -112,7 +106,6 @@ class ARC(Attack):
         return self.threat.eps / (4 if self.threat.p == 2 else 1)
 
     def cost(self, count: PassCount) -> int:
-        """Return the largest number of passes that an image costs."""
         gradients = min(self.neighbours or count.classes, count.classes - 1)
         members = len(member_order(count.defense.weights))
         step = members * (1 + gradients + count.networks)  # each scores a candidate on all
@@ -121,7 +114,6 @@ class ARC(Attack):
         return start + begin + self.steps * step
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
         members, weights = defense.classifiers, defense.weights
         order, search = member_order(weights), self._begin(defense, x, y, generator)
         delta = search.delta.clone()
@@ -143,7 +135,7 @@ class ARC(Attack):
         delta = torch.zeros_like(x)
         acc_best = acc_current = expected_accuracy(members, weights, x, y, check=True)
         if self.random_start:
-            # The authors' accuracy to beat remains that of the clean image.
+            # As in the authors' code the accuracy to beat is the clean image's.
             delta = self.threat.start(x, generator) - x
             acc_current = expected_accuracy(members, weights, x + delta, y)
         elif self.start:
@@ -201,10 +193,6 @@ def arc_suite(threat: Threat, steps: int) -> dict[str, Attack]:
 
     The radii are eps and eps / 4. The paper uses eps for linf, and for l2 its step size of PGD,
     eps / 4.
-
-    Args:
-        threat: the ball and the bounds; linf or l2.
-        steps: iterations over all members.
     """
     radii = (threat.eps, threat.eps / 4)
     large, small = (ARC(threat, steps, radius, early_stop=True) for radius in radii)
@@ -215,14 +203,7 @@ def arc_suite(threat: Threat, steps: int) -> dict[str, Attack]:
 def nearest_boundary(
     gaps: Tensor, z: Tensor, threat: Threat, generator: Generator = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the normal [B, …] and the distance [B] of the nearest linearised boundary.
-
-    Args:
-        gaps: [B, G] values that are zero on one boundary each, computed from z.
-        z: [B, …] images that require gradients.
-        threat: its norm measures the distance.
-        generator: the source of the images' noise.
-    """
+    """Return normal [B, …] and distance [B] of the nearest of the boundaries gaps(z) [B, G] = 0."""
     normal, distance = torch.zeros_like(z), z.new_full((len(z),), torch.inf)
     for rank, gap in enumerate(gaps.to(z).unbind(1), 1):
         w = image_gradient(gap, z, generator, keep=rank < gaps.shape[1])
@@ -277,6 +258,7 @@ def arc_linear(
 
     delta, acc_best, norms = torch.zeros_like(flat), accuracy(flat), threat.dual(w)
     for rank, i in enumerate(member_order(alpha)):
+        # Away from the side of the label: w points to the class +1.
         direction = -scale(threat.steepest(w[i : i + 1]).expand_as(flat), sign)
         zeta = (flat @ w[i] + b[i]).abs() / norms[i]
         length = torch.full_like(zeta, threat.eps)

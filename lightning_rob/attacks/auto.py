@@ -69,7 +69,6 @@ class Auto(Attack):
         check_threat(self.threat)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
         if defense.transductive:
             kind = type(defense).__name__
             raise TypeError(f"{kind} adapts to whole batches: attack it by Auto(…).schedule")
@@ -87,6 +86,7 @@ class Auto(Attack):
         """
         kind, members = suite_kind(defense), len(defense.weights)
         if kind == "transductive":
+            # Each round attacks one model more: passes grow with the square of the rounds.
             rounds = min(max(isqrt(self.passes // (PER_MODEL * members)), 1), ROUNDS)
             each = max(self.passes // rounds, 1)
             pgd = self._pgd(defense, each, rounds * members)

@@ -65,8 +65,6 @@ class AutoAttack(Attack):
             on other devices for the whole batch. The images that a stage leaves are put together
             for the next: give the evaluation a large `group_size`, and this the size that fills
             the device.
-        queries: number of queries of the Square Attack, for each image.
-        reference: run the authors' code.
         early_stop: let images leave a run of APGD as soon as they are misclassified, where the
             attacked function is what the defense predicts by, without randomness. Turn it off
             where the images are to fool another defense (`TransferFromStatic`, `OnMember`): the
@@ -125,11 +123,9 @@ class AutoAttack(Attack):
 
     @property
     def stops_on_gradient_logits(self) -> bool:  # type: ignore[override]
-        """Whether logits computed for a gradient decide which images are already fooled."""
         return not self.reference
 
     def require_package(self) -> None:
-        """Raise ModuleNotFoundError if the authors' code is to run and is missing."""
         if self.reference and find_spec("pyautoattack") is None:
             raise ModuleNotFoundError(
                 "AutoAttack(reference=True) needs pyautoattack: pip install "
@@ -141,17 +137,14 @@ class AutoAttack(Attack):
         return super().is_made_for(suite_kind, rule) and rule in (mean_logits, mean_probs)
 
     def cost(self, count: PassCount) -> int:
-        """Return the largest number of passes that an image costs."""
         function = self._function(count)
         stages = self._stages_within(function)
         return (1 + sum(s.cost(function) + 1 for s in stages)) * count.drawn(self.draws)
 
     def least(self, count: PassCount) -> int:
-        """Return the passes that an image costs with the fewest steps of each stage."""
         return self._least(self._function(count)) * count.drawn(self.draws)
 
     def within(self, passes: int, count: PassCount) -> "AutoAttack":
-        """Return AutoAttack within these passes; see `passes` of the class."""
         return replace(self, passes=self.affordable(passes, count) // count.drawn(self.draws))
 
     def _function(self, count: PassCount) -> PassCount:
@@ -171,10 +164,10 @@ class AutoAttack(Attack):
             return stages
         if self.passes < (least := self._least(function)):
             raise ValueError(f"AutoAttack needs {least} passes or more here, got {self.passes}")
+        # One pass predicts the clean image, and one the result of each stage.
         return shared(stages, self.passes - 1 - len(stages), function)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
         if self.reference:
             size = self.batch_size or len(x)
             found = run_in_chunks(self._by_package, size, defense, x, y, generator)
@@ -210,11 +203,7 @@ class AutoAttack(Attack):
             return run_in_chunks(work, size, target, x, left.y, noise)
 
     def stages(self, classes: int, early_stop: bool = True) -> list[Attack]:
-        """Return the attacks of this version, APGD with early stopping or without.
-
-        Raises:
-            ValueError: an attack needs more classes.
-        """
+        """Return the attacks of this version, APGD with early stopping or without."""
         names = self.attacks or STAGES[self.version]
         self._check_classes(names, classes)
         ce = APGD(
@@ -302,13 +291,7 @@ def _logits(target: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tens
 
 
 class MeanPrediction(Defense):
-    """A defense as the single function that AutoAttack attacks; see `scores`.
-
-    Args:
-        defense: the defense.
-        draws: draws of a random defense for one prediction; None as many as the defense takes.
-        device: device of the images.
-    """
+    """A defense as the single function that AutoAttack attacks; see `scores`."""
 
     kind = "single"
 
@@ -324,9 +307,7 @@ class MeanPrediction(Defense):
 
     @property
     def transductive(self) -> bool:
-        """Whether the defense's predictions depend on the whole batch."""
         return self.defense.transductive
 
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
-        """Compute the scores of [B, C, H, W] -> [1, B, K]."""
         return scores(self.defense, x, generator, self.draws)[None]

@@ -71,12 +71,11 @@ class SGM(Backward):
     this only scales the gradient, or mixes the images of a batch, and is left out.
 
     Args:
-        gamma: factor of each residual branch's gradient; 1 is the exact gradient.
+        gamma: factor in (0, 1] of each residual branch's gradient; 1 is the exact gradient.
         first_blocks: shrink the first block of each stage too, as in eq. 5, a product over all
             blocks. Needed where stages have one block only, as in a ResNet-8.
 
     Raises:
-        ValueError: gamma is not in (0, 1].
         TypeError: when entered, the defense has no residual blocks, or none that would shrink.
     """
 
@@ -88,8 +87,6 @@ class SGM(Backward):
             raise ValueError(f"gamma must be in (0, 1], got {self.gamma}")
 
     def __call__(self, defense: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which the defense has these gradients."""
-
         def shrink(x: Tensor) -> Tensor:
             if x.requires_grad:
                 x.register_hook(lambda gradient: self.gamma * gradient)  # type: ignore[no-untyped-call]
@@ -124,11 +121,10 @@ class LinBP(Backward):
     ReLUs outside of branches keep their gradient, and the logits do not change.
 
     Args:
-        start: share of a network's residual branches, counted from the image, that keep their
+        start: share in [0, 1) of the residual branches, counted from the image, that keep their
             exact gradient; the paper starts at 1/2 in a ResNet-50 (block 1 of layer 3).
 
     Raises:
-        ValueError: start is not in [0, 1).
         TypeError: when entered, the defense has no residual blocks, or there is no ReLU in them.
     """
 
@@ -139,7 +135,6 @@ class LinBP(Backward):
             raise ValueError(f"start must be a share of the branches in [0, 1), got {self.start}")
 
     def __call__(self, defense: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which the defense has these gradients."""
         chosen: dict[fx.Node, Block] = {}
         for net in residual_blocks(defense):
             branches = [branch for block in net for branch in block.branches]
@@ -251,7 +246,6 @@ class InsideBounds(Backward):
         bounds: smallest and largest value of a pixel, those of the threat.
 
     Raises:
-        ValueError: a hair that is not positive, or does not fit into the bounds.
         TypeError: when entered, the defense names no networks, as one that adapts: attack the
             adapted model, GMSA(inner=PGD(backward=InsideBounds())).
     """
@@ -266,15 +260,16 @@ class InsideBounds(Backward):
             raise ValueError(f"hair must be positive and fit into {self.bounds}, got {self.hair}")
 
     def __call__(self, defense: Defense) -> AbstractContextManager[None]:
-        """Return a context in which the defense's networks have these gradients."""
         low, high = self.bounds
 
         def differentiate_inside(plain: Forward) -> Forward:
             def forward(x: Tensor) -> Tensor:
                 if not (torch.is_grad_enabled() and x.requires_grad):
                     return plain(x)
+                # The logits are those of the image itself, to the last bit.
                 with torch.no_grad():
                     logits = logits_in(plain(x))
+                # In half precision a smaller step would round back to the bound.
                 hair = max(self.hair, torch.finfo(x.dtype).eps)
                 inside = logits_in(plain(pinned(x, low + hair, high - hair)))
                 out: Tensor = _ValueWithGradientOf.apply(logits, inside)
@@ -311,7 +306,6 @@ class SurrogateTransforms(Backward):
         gradients: gradients of the transforms, see `RandomTransforms`; None leaves the defense's.
 
     Raises:
-        ValueError: another value of shared_order.
         TypeError: when entered, the defense has no random transforms.
     """
 
@@ -326,7 +320,6 @@ class SurrogateTransforms(Backward):
 
     @contextmanager
     def __call__(self, defense: Defense) -> Iterator[None]:
-        """Enter a context in which every `RandomTransforms` in the defense has these options."""
         found = random_transforms_in(defense)
         if not found:
             raise TypeError(f"{self} is for RandomTransforms, got {type(defense).__name__}")

@@ -111,6 +111,7 @@ class Attack(Counted, ABC):
         # A network may draw from the global streams: with a generator, they are seeded by it.
         streams = nullcontext() if generator is None else own_streams(seed_of(generator), x.device)
         with torch.inference_mode(False), streams:
+            # Copies, for a network or a user's attack may write to them.
             x, y = x.detach().clone(), y.clone()
             if not len(x):
                 return x
@@ -187,7 +188,6 @@ class Attack(Counted, ABC):
         Attacks among its arguments are rescaled too.
 
         Args:
-            eps: the new radius, in pixel units.
             norm: the new norm; None keeps that of each attack.
 
         Raises:

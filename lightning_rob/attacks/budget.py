@@ -20,18 +20,13 @@ class PassCount:
 
     A pass is one forward or one backward pass of one image through one network: a step of PGD on
     an ensemble of M members costs 2 M, one of EoT on S draws 2 S.
-
-    Args:
-        defense: the defense under attack.
-        x: [B, C, H, W] the images.
-        classes: number of classes; None predicts the first image to find out.
     """
 
     def __init__(self, defense: Defense, x: Tensor, classes: int | None = None) -> None:
         self.defense = defense
         self.x = x
         self.asked = 0  # passes of the first image before the attack
-        self._classes = classes
+        self._classes = classes  # None: the first image is predicted to find out
         self._logits = cache(self._ask)
 
     @property
@@ -66,11 +61,7 @@ class Counted:
     effort: ClassVar[str] = "steps"  # the field that a budget sets
 
     def cost(self, count: PassCount) -> int:
-        """Return the largest number of passes that an image costs; fewer where it leaves early.
-
-        Raises:
-            TypeError: an attack whose passes are not known before it runs.
-        """
+        """Return the largest number of passes that an image costs; fewer where it leaves early."""
         raise TypeError(
             f"{type(self).__name__} has no number of passes that is known before it runs: put "
             "Budgeted around an attack inside it, if it has one"
@@ -81,24 +72,14 @@ class Counted:
         return self._with_effort(1).cost(count)
 
     def within(self, passes: int, count: PassCount) -> Self:
-        """Return the attack with the most steps that cost an image no more than these passes.
-
-        Raises:
-            TypeError: an attack whose passes are not known before it runs.
-            ValueError: a single step costs more.
-        """
+        """Return the attack with the most steps that cost an image no more than these passes."""
         passes = self.affordable(passes, count)
         efforts = range(1, passes + 1)
         cost = lambda effort: self._with_effort(effort).cost(count)  # noqa: E731
         return self._with_effort(bisect_right(efforts, passes, key=cost))
 
     def affordable(self, passes: int, count: PassCount) -> int:
-        """Return the passes that are left for the attack, after those for the number of classes.
-
-        Raises:
-            TypeError: an attack whose passes are not known before it runs.
-            ValueError: it cannot take a step in them.
-        """
+        """Return the passes that are left for the attack, after those for the number of classes."""
         self.cost(count)  # an error where it is not known
         least = self.least(count) + count.asked
         if passes < least:
@@ -113,13 +94,7 @@ class Counted:
 
 
 def shared(attacks: Sequence[A], passes: int, count: PassCount) -> list[A]:
-    """Return the attacks with steps that together cost these passes, in the same proportions.
-
-    Args:
-        attacks: attacks that run one after the other.
-        passes: at least the sum of what each needs.
-        count: numbers of networks and classes.
-    """
+    """Return the attacks with steps that together cost these passes, in the same proportions."""
     least, costs = [a.least(count) for a in attacks], [a.cost(count) for a in attacks]
     free = passes - sum(least)
     shares = [low + free * cost // sum(costs) for low, cost in zip(least, costs, strict=True)]

@@ -20,9 +20,8 @@ def evaluating(defense: M) -> Iterator[M]:
     """Yield a working copy of a defense in eval mode, with full float32.
 
     The defense itself is not touched: a signal handler or another thread that reads it meanwhile
-    sees its own weights and modes, and what its forward writes is written to the copy. A working
-    copy is taken as it is. Parts that compiled code refers to are shared with the defense (see
-    `lightning_rob.defenses.copies`): their modes are restored on exit.
+    sees its own weights and modes. A working copy is taken as it is. Parts that compiled code
+    refers to are shared (`lightning_rob.defenses.copies`); their modes are restored on exit.
     """
     with torch.inference_mode(False), in_float32():
         copied = private(defense)
@@ -39,9 +38,8 @@ def evaluating(defense: M) -> Iterator[M]:
 def attacking(defense: M) -> Iterator[M]:
     """As `evaluating`, with gradients for images but not for weights.
 
-    Works inside `torch.inference_mode` and inside autocast. In the working copy BatchNorm is folded
-    into the convolutions (`lightning_rob.attacks.folding`), and TF32 is off unless an enclosing
-    `in_float32` allows it (`lightning_rob.runtime.precision`).
+    Works inside `torch.inference_mode` and autocast. In the working copy BatchNorm is folded into
+    the convolutions, and TF32 is off unless an enclosing `in_float32` allows it.
     """
     with (
         evaluating(defense) as copied,

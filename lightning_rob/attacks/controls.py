@@ -18,34 +18,23 @@ from lightning_rob.transforms import Transform
 
 @dataclass(frozen=True)
 class NoAttack(Attack):
-    """Return the images unchanged.
-
-    Args:
-        threat: the threat of the other attacks; its bounds hold for the images.
-    """
+    """Return the images unchanged."""
 
     ignores_state: ClassVar[bool] = True
     threat: Threat
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Return the same images [B, C, H, W]."""
         return x
 
 
 @dataclass(frozen=True)
 class RandomCorners(Attack):
-    """The best of some random corners of the ball, without a search.
-
-    Args:
-        threat: linf or l2.
-        tries: number of corners.
-    """
+    """The best of some random corners of the ball, without a search."""
 
     threat: Threat
     tries: int = 10
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
         best, lowest = x, x.new_full((len(x),), torch.inf)
         for _ in range(self.tries):
             corner = self.threat.steepest(uniform(x, *x.shape[1:], generator=generator) - 0.5)
@@ -62,26 +51,17 @@ class RandomCorners(Attack):
 
 @dataclass(frozen=True)
 class RandomStart(Attack):
-    """One random point of the ball, without a prediction of the defense.
-
-    Args:
-        threat: linf or l2.
-    """
+    """One random point of the ball, without a prediction of the defense."""
 
     threat: Threat
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Return the perturbed images [B, C, H, W]."""
         return self.threat.start(x, generator if isinstance(generator, Streams) else None)
 
 
 @dataclass(frozen=True)
 class CommonCorruption(Attack):
-    """Corrupt images by a random transform that does not depend on the defense.
-
-    Args:
-        transform: `lightning_rob.transforms.corruptions.Brightness` or any other transform.
-    """
+    """Corrupt images by a random transform that does not depend on the defense."""
 
     knowledge: ClassVar[str] = "nothing: images are corrupted whatever the defense"
     transform: Transform
@@ -92,22 +72,16 @@ class CommonCorruption(Attack):
         return Threat("linf", 1.0)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
         return self.transform(x, *self.transform.sample(x, generator))
 
 
 @dataclass(frozen=True)
 class DoublePrecision(AttackDecorator):
-    """An attack that computes in double precision, on a copy of the defense.
-
-    Args:
-        attack: the attack.
-    """
+    """An attack that computes in double precision, on a copy of the defense."""
 
     strategies = Attack.strategies  # the attack sees the copy
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
         found = self.attack(doubled(defense), x.double(), y, generator)
         return self.threat.project(found.to(x.dtype), x)
 

@@ -45,7 +45,7 @@ class BestSoFar:
         generator: Generator,
         threshold: float = 0,
     ) -> Self:
-        """Start at the clean images [B, …], of which those above the threshold have succeeded."""
+        """Start at the clean images [B, …]; images above the threshold have succeeded."""
         with torch.no_grad():
             value = evaluate.value(defense, x, y, generator, check=True).to(x)
         fooled = value > threshold
@@ -105,21 +105,15 @@ class CW(Attack):
     correct.
 
     Args:
-        threat: the ball and the bounds; l2.
         steps: Adam steps for one c; fewer for images whose cost stops falling.
         step_size: Adam's learning rate, on the scale of tanh's argument; from 0.1 on it is too
             coarse for most images.
         binary_steps: number of values of c; c grows tenfold until it succeeds, then the interval is
             halved.
-        initial_const: the first c.
         confidence: the value that the objective must exceed to succeed.
         objective: the objective that must become positive: `expected_margin`, or `linear` (the
             margin of the mean logits); they are equal on a single network.
         draws: how often a random defense is drawn per step; None for as often as for a prediction.
-
-    Raises:
-        ValueError: a count below 1, a step size or c that is not positive, a negative confidence,
-            another norm.
     """
 
     smallest_norm: ClassVar[bool] = True
@@ -142,11 +136,9 @@ class CW(Attack):
         check_norm(self, 2)
 
     def cost(self, count: PassCount) -> int:
-        """Return the largest number of passes that an image costs."""
         return count.drawn(self.draws) * (1 + 2 * self.steps * self.binary_steps)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
         evaluate = ObjectiveGradient(self.objective, self.draws)
         best = BestSoFar.begin(evaluate, defense, x, y, generator, self.confidence)
         const, low = (
@@ -156,10 +148,12 @@ class CW(Attack):
         high = torch.full_like(low, torch.inf)
         index = (~best.succeeded).nonzero()[:, 0]
         for _ in range(self.binary_steps if len(index) else 0):
+            # Only success with the current c decides on the next one.
             best.succeeded = torch.zeros_like(best.succeeded)
             self._descend(defense, self._begin(x, y, const, index, generator), best)
             low = torch.where(best.succeeded, low, const)
             high = torch.where(best.succeeded, const, high)
+            # Tenfold until a c succeeds, then the middle of the interval.
             const = torch.where(high.isinf(), 10 * const, (low + high) / 2)
         return brought_inside(best.x_adv, x, self.threat)
 

@@ -38,7 +38,6 @@ class DDN(Attack):
     must succeed: some members stay correct.
 
     Args:
-        threat: the ball and the bounds; l2.
         steps: number of steps, each of one forward and one backward pass, before eight forward
             passes for the projections.
         gamma: relative change of the norm in a step.
@@ -47,8 +46,6 @@ class DDN(Attack):
 
     Raises:
         TypeError: when called on a random defense, for which one wrong prediction is no proof.
-        ValueError: a count below 1, gamma not in (0, 1), a norm that is not positive, another
-            threat than l2.
     """
 
     smallest_norm: ClassVar[bool] = True
@@ -67,11 +64,9 @@ class DDN(Attack):
         check_norm(self, 2)
 
     def cost(self, count: PassCount) -> int:
-        """Return the largest number of passes that an image costs."""
         return count.networks * (1 + 2 * self.steps + HALVINGS)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
         if not is_certain(defense, expected_margin):
             raise TypeError(f"DDN is for fixed classifiers, not for {type(defense).__name__}")
         climbed, margin = ObjectiveGradient(log_expected_ce), ObjectiveGradient(expected_margin)

@@ -29,19 +29,12 @@ Precision = Literal["bfloat16", "float16"]
 
 @dataclass(frozen=True)
 class AttackDecorator(Attack):
-    """Base class of attacks that wrap another attack and inherit its threat model.
-
-    A subclass that shows the wrapped attack another defense overrides `strategies`.
-
-    Args:
-        attack: the wrapped attack.
-    """
+    """Base class of attacks that wrap another attack and inherit its threat model."""
 
     attack: Attack
 
     @property
     def threat(self) -> Threat:  # type: ignore[override]
-        """The wrapped attack's threat model."""
         return self.attack.threat
 
     def strategies(self, defense: Defense) -> list[tuple[float, Attack]]:
@@ -54,7 +47,6 @@ class WithBackward(AttackDecorator):
     """Run any attack with the gradients of a `Backward`, as `PGD(backward=…)` does.
 
     Args:
-        attack: an attack such as ARC, CW, DeepFool or AutoAttack.
         backward: one such as InsideBounds, or several, entered in turn with the defense.
 
     Raises:
@@ -68,7 +60,6 @@ class WithBackward(AttackDecorator):
             object.__setattr__(self, "backward", tuple(self.backward))
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
         with entered(self.backward, defense):
             return self.attack.perturb(defense, x, y, generator)
 
@@ -80,12 +71,11 @@ class Budgeted(AttackDecorator):
     A pass is one forward or one backward pass of one image through one network: a step of PGD costs
     two, on an ensemble of M members 2 M, on n draws of a random defense 2 n. No image costs more;
     images that leave early cost fewer. The attack's own number of steps (`queries` of Square) is
-    not used. All its other arguments hold: step sizes, restarts, `binary_steps` of CW and targets
-    of APGD and FAB. PGD with n steps cannot cross the ball if n times its step size is below 2 eps:
-    give a single network's a `step_size` of 5 eps / passes or more (2.5 eps / n, as Madry et al.
-    2018 have it), or take APGD, which chooses its own. MinimalNorm divides the passes equally among
-    its radii; AutoAttack and Strongest keep the proportions of their attacks. Where the number of
-    classes decides, one image is predicted first, within the budget.
+    not used; all its other arguments hold. PGD with n steps cannot cross the ball if n times its
+    step size is below 2 eps: give a `step_size` of 5 eps / passes or more for a single network
+    (2.5 eps / n, as Madry et al. 2018), or take APGD, which chooses its own. MinimalNorm divides
+    the passes equally among its radii; AutoAttack and Strongest keep the proportions of their
+    attacks. Where the number of classes decides, one image is predicted first, within the budget.
 
     Args:
         attack: PGD, APGD, ARC, CW, DDN, PDGD, DeepFool, FAB, Square, MinimalNorm, AutoAttack, or
@@ -93,7 +83,7 @@ class Budgeted(AttackDecorator):
         passes: the largest number of forward and backward passes an image, together.
 
     Raises:
-        ValueError: no passes; when called, fewer than one step of the attack takes.
+        ValueError: when called, fewer passes than one step of the attack takes.
         TypeError: when called, an attack whose passes are not known before it runs.
     """
 
@@ -103,7 +93,6 @@ class Budgeted(AttackDecorator):
         at_least(1, passes=self.passes)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
         attack = self.attack.within(self.passes, PassCount(defense, x))
         return attack.perturb(defense, x, y, generator)
 
@@ -111,10 +100,6 @@ class Budgeted(AttackDecorator):
 @dataclass(frozen=True)
 class Chunked(AttackDecorator):
     """Attack a few images at a time: the same images up to rounding, in less memory.
-
-    Args:
-        attack: an attack on each image by itself.
-        images: number of images attacked at a time.
 
     Raises:
         ValueError: a number that is not positive, or an attack whose results depend on the whole
@@ -135,7 +120,6 @@ class Chunked(AttackDecorator):
             )
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
         if not is_batch_separable(self.attack, defense):
             kind = type(defense).__name__
             raise TypeError(f"{kind} adapts to whole batches: an attack on it cannot be chunked")
@@ -152,7 +136,6 @@ class Accelerated(AttackDecorator):
     precision; under `tf32` none does. The evaluation itself always runs in full precision.
 
     Args:
-        attack: the wrapped attack.
         compile: run networks by `torch.compile`; "reduce-overhead" also records CUDA graphs, which
             spare the launches of kernels where networks or batches are small, and keep memory for
             each network and shape.
@@ -191,7 +174,6 @@ class Accelerated(AttackDecorator):
             raise ValueError(f"autocast must be of {get_args(Precision)}, got {self.autocast!r}")
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
         if self.compile == "reduce-overhead" and x.device.type != "cuda":
             raise ValueError(
                 f"reduce-overhead is for NVIDIA GPUs, got images on {x.device}: give compile: true"
@@ -237,7 +219,6 @@ class Quantized8Bit(AttackDecorator):
             raise ValueError(f"8-bit images range over (0, 1), got bounds {self.threat.bounds}")
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W], rounded, inside `attacking`."""
         x_adv = self.attack(defense, x, y, generator)
         nearest = quantize(x_adv, x, self.threat)
         if defense.transductive:  # its predictions on a part of the round mean nothing
@@ -254,17 +235,15 @@ class Quantized8Bit(AttackDecorator):
 
 
 def quantize(x_adv: Tensor, x: Tensor, threat: Threat) -> Tensor:
-    """Round images [B, …] to multiples of 1/255 within the threat around x [B, …].
-
-    Where x is not an 8-bit image and bisection finds no such point, the result is x rounded.
-    """
+    """Round images [B, …] to multiples of 1/255 within the threat around x [B, …]."""
+    # A perturbation of exactly eps may measure a rounding error more.
     allowed = threat.eps * (1 + 1e-5)
     nearest = _round_to_8_bits(x_adv)
     outside = threat.distance(nearest, x) > allowed
     if not bool(outside.any()):
         return nearest
     low, high = x.new_zeros(len(x)), x.new_ones(len(x))
-    best = _round_to_8_bits(x)
+    best = _round_to_8_bits(x)  # where x is no 8-bit image, the search may find no point at all
     for _ in range(HALVINGS):
         share = (low + high) / 2
         candidate = _round_to_8_bits(x + scale(x_adv - x, share))

@@ -32,15 +32,11 @@ class DeepFool(Attack):
 
     Args:
         threat: the ball and the bounds; linf or l2.
-        steps: the largest number of steps.
         candidates: number of wrong classes searched for the nearest boundary, those with the
             largest logits; None searches all.
         overshoot: distance beyond the boundary, as a share of each step.
         draws: how often a random defense is drawn for each evaluation; None for as often as for a
             prediction.
-
-    Raises:
-        ValueError: a count below 1, a negative overshoot, another norm.
     """
 
     smallest_norm: ClassVar[bool] = True
@@ -57,16 +53,15 @@ class DeepFool(Attack):
         check_norm(self, math.inf, 2)
 
     def cost(self, count: PassCount) -> int:
-        """Return the largest number of passes that an image costs."""
         gradients = min(self.candidates or count.classes, count.classes - 1)
         return count.drawn(self.draws) * self.steps * (2 + gradients)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
         x_adv, active = x.clone(), ActiveBatch(positions(x), x, y, generator)
         for step in range(self.steps):
             with torch.no_grad():
                 logits = self._logits(defense, x_adv[active.index], active, check=step == 0)
+            # Images that are fooled leave with the perturbation that they have.
             active = active.select((logits.argmax(-1) == active.y).nonzero()[:, 0])
             if not len(active):
                 break

@@ -1,4 +1,4 @@
-"""Batches that are worked on in parts, such as those that do not fit into memory as a whole."""
+"""Work on batches in parts, for instance because a batch does not fit into memory."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -12,6 +12,7 @@ from lightning_rob.defenses import Defense
 from lightning_rob.defenses.per_image import restricted_to
 from lightning_rob.randomness import Generator, Streams
 
+# Maps a defense, images [b, …], their labels [b] and a source of noise to a tensor [b, …].
 Work = Callable[[Defense, Tensor, Tensor, Generator], Tensor]
 
 
@@ -30,28 +31,13 @@ def run_in_parts(
     y: Tensor,
     generator: Generator,
 ) -> Tensor:
-    """Work on a batch part by part.
-
-    Args:
-        work: function of the defense, images [b, …], labels [b] and a generator -> [b, …].
-        parts: positions [b] of the images of each part; together each image once.
-        defense: where it has adapted to the batch, it is evaluated on the images of each part.
-        x: [B, …] images.
-        y: [B] labels.
-        generator: the source of randomness; `Streams` give an image the same noise in any part.
-
-    Returns:
-        [B, …].
-
-    Raises:
-        ValueError: the numbers of streams and images differ.
-    """
+    """Work on a batch part by part; the parts' positions [b] together have each image once."""
     if isinstance(generator, Streams) and len(generator) != len(x):
         raise ValueError(f"{len(generator)} random streams for {len(x)} images")
     done, counter = [], 0
     for rows in parts:
-        noise = rows_of(generator, rows)
-        with restricted_to(defense, rows):
+        noise = rows_of(generator, rows)  # of `Streams` an image has the same noise in any part
+        with restricted_to(defense, rows):  # one that has adapted sees the images of this part
             done.append(work(defense, x[rows], y[rows], noise))
         counter = max(counter, noise.counter) if isinstance(noise, Streams) else 0
     if isinstance(generator, Streams):
@@ -61,10 +47,8 @@ def run_in_parts(
 
 
 def halved(size: int) -> int:
-    """Return half of a number of images that did not fit into the accelerator's memory.
-
-    A process that exhausts the host's memory is killed: nothing can halve its batch.
-    """
+    """Return half of a number of images that did not fit into the accelerator's memory."""
+    # Only an accelerator's memory: a process that exhausts the host's is killed.
     half = (size + 1) // 2
     warnings.warn(
         f"an attack on {size} images at once ran out of memory and goes on with {half}: save "

@@ -41,7 +41,6 @@ class FAB(Attack):
 
     Args:
         threat: the ball and the bounds; linf or l2.
-        steps: number of steps of a run.
         targets: number of wrong classes, by falling score of the clean image, whose boundaries are
             searched, each in a run of its own; with more than there are, all of them. 0 moves to
             the nearest of all boundaries, at the price of a gradient for each.
@@ -49,9 +48,6 @@ class FAB(Attack):
             points at half the radius.
         draws: how often a random defense is drawn for each evaluation; None for as often as for a
             prediction.
-
-    Raises:
-        ValueError: a count out of range, a norm other than linf and l2.
     """
 
     threat: Threat
@@ -67,14 +63,12 @@ class FAB(Attack):
         check_norm(self, math.inf, 2)
 
     def cost(self, count: PassCount) -> int:
-        """Return the largest number of passes that an image costs."""
         wrong = count.classes - 1
         targets, gradients = (min(self.targets, wrong), 1) if self.targets else (1, wrong)
         run = self.steps * (2 + gradients)  # linearise, differentiate, evaluate
         return count.drawn(self.draws) * (1 + targets * self.restarts * run)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
         noise, y = derived(generator, 0), y.long()
         with torch.no_grad():
             clean = scores(defense, x, noise, self.draws)
@@ -82,7 +76,7 @@ class FAB(Attack):
         order = wrong_classes(clean, y)
         left = Search(positions(x), x, y, noise, x, order).select(clean.argmax(-1) == y)
         x_final = x.clone()
-        # Each target has runs of its own, of which all but the first start at random points.
+        # Each target has runs of its own; all but the first start at random points.
         targets = [slice(rank, rank + 1) for rank in range(min(self.targets, order.shape[1]))]
         runs = [(each, n > 0) for each in targets or [slice(None)] for n in range(self.restarts)]
         for number, (columns, at_random) in enumerate(runs, 1):
@@ -143,10 +137,7 @@ class Search(ActiveBatch):
 def nearest_hyperplane(
     gaps: Tensor, z: Tensor, threat: Threat, generator: Generator = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the normal [B, …] of the nearest linearised boundary, and the gap [B] to it at z.
-
-    See `lightning_rob.attacks.arc.nearest_boundary` for the arguments.
-    """
+    """Return the normal [B, …] of the nearest linearised boundary, and the gap [B] to it at z."""
     normal, nearest_gap = torch.zeros_like(z), gaps[:, 0].detach()
     nearest = torch.full_like(nearest_gap, torch.inf)
     for rank, gap in enumerate(gaps.unbind(1), 1):
@@ -160,19 +151,10 @@ def nearest_hyperplane(
 
 
 def to_hyperplane(x: Tensor, w: Tensor, gap: Tensor, threat: Threat) -> Tensor:
-    """Return the shortest d [B, …] with w.d = -gap and x + d within the bounds.
-
-    Where no such d exists it is the one that comes closest. The solution is
-    d = -sign(w) min(lambda |w|^(q-1), room to the bound), pixel by pixel, and lambda is found by
-    Newton's method: w.d is concave in lambda, and linear between the pixels' arrivals at their
-    bounds, so that the steps never overshoot and end at the exact solution.
-
-    Args:
-        x: [B, …] images.
-        w: [B, …] normals.
-        gap: [B] distances in units of the normals, positive on the side that they point to.
-        threat: linf or l2, and the bounds.
-    """
+    """Return the shortest d [B, …] with w.d = -gap and x + d within the bounds, or the closest."""
+    # d = -sign(w) min(lambda |w|^(q-1), room to the bound), pixel by pixel. Newton's method finds
+    # lambda: w.d is concave in it, and linear between the pixels' arrivals at their bounds, so that
+    # the steps never overshoot and end at the exact solution.
     # In place, and by products with masks of 0 and 1, which are faster than `where` on a CPU.
     flat, at, (low, high) = w.flatten(1), x.flatten(1), threat.bounds
     size = flat.abs()

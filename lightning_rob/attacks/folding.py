@@ -25,13 +25,7 @@ class FoldingError(RuntimeError):
 
 
 class _Pair:
-    """Checks that a folded convolution is followed by its BatchNorm, whose result it returns.
-
-    Args:
-        net: the network.
-        conv: the folded convolution.
-        norm: its BatchNorm, which has nothing left to do.
-    """
+    """A folded convolution that checks that its BatchNorm follows, and returns its result."""
 
     def __init__(self, net: nn.Module, conv: nn.Conv2d, norm: nn.BatchNorm2d) -> None:
         self.net = net
@@ -80,13 +74,6 @@ def folded(nets: Iterable[nn.Module]) -> Iterator[None]:
     The plan holds for the forward that was traced. A forward that branches at random, or on a
     state that no setting shows, would call a folded convolution without its BatchNorm: each pair
     checks that its layers are called in turn.
-
-    Args:
-        nets: networks that are only called as a whole, [B, C, H, W] -> [B, K].
-
-    Raises:
-        FoldingError: a forward called other layers than the traced one; its network is not folded
-            again.
     """
     undo: list[tuple[nn.Module, dict[str, Any], nn.Module]] = []
     pairs_of: list[_Pair] = []
@@ -101,6 +88,7 @@ def folded(nets: Iterable[nn.Module]) -> Iterator[None]:
             pairs, layout = _plan(net)
             for conv_name, norm_name in pairs:
                 conv, norm = net.get_submodule(conv_name), net.get_submodule(norm_name)
+                # A layer that is used elsewhere too would be folded there as well.
                 if owners[conv] > 1 or owners[norm] > 1:
                     continue
                 if type(conv) is nn.Conv2d and _is_fixed(norm):

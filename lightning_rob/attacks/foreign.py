@@ -56,13 +56,13 @@ class Foreign(Attack):
         raise ValueError(f"give a Foreign for each radius: {self.threat} is fixed in its run")
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
         drawn = uniform(torch.zeros(len(x), device=x.device), generator=generator)
         seed = seed_from(drawn)
         stream = torch.Generator(x.device).manual_seed(seed)
         with isolated_streams():
             torch.manual_seed(seed)
             found = self.run(ScoreNetwork(defense, stream, self.draws), x.clone(), y.clone())
+        # Other packages may return arrays, or tensors of another type or device.
         found = torch.as_tensor(found).detach().to(x)
         if found.shape != x.shape or not found.isfinite().all():
             raise ValueError(
@@ -89,13 +89,7 @@ class Foreign(Attack):
 
 
 class ScoreNetwork(nn.Module):
-    """A defense as a network that returns `scores`.
-
-    Args:
-        defense: the defense.
-        generator: source of its draws.
-        draws: draws for one prediction; None as many as the defense takes.
-    """
+    """A defense as a network that returns `scores`."""
 
     def __init__(self, defense: Defense, generator: Generator, draws: int | None = None) -> None:
         super().__init__()
@@ -109,7 +103,6 @@ class ScoreNetwork(nn.Module):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, K] float32."""
         if x.requires_grad and torch.is_grad_enabled():
             x = x.view_as(x)  # a tensor of this call, whose gradient is that of this call
             hooked(x, self.generator)
@@ -117,17 +110,7 @@ class ScoreNetwork(nn.Module):
 
 
 def scores(defense: Defense, x: Tensor, generator: Generator, draws: int | None) -> Tensor:
-    """Return a score [B, K] for each class, the largest for the predicted one; see `scores_of`.
-
-    Args:
-        defense: the defense.
-        x: [B, C, H, W] images.
-        generator: the source of its draws.
-        draws: number of draws for one prediction; None for as many as the defense takes.
-
-    Raises:
-        NoGradientError: the images require a gradient, and nothing leads back to them.
-    """
+    """Return a score [B, K] for each class, the largest for the predicted one; see `scores_of`."""
     found = scores_of(*defense.sample_logits(x, generator, draws), defense.rule)
     if x.requires_grad and torch.is_grad_enabled() and not found.requires_grad:
         raise NoGradientError()
@@ -135,13 +118,10 @@ def scores(defense: Defense, x: Tensor, generator: Generator, draws: int | None)
 
 
 def scores_of(logits: Tensor, weights: Tensor, rule: Rule) -> Tensor:
-    """Return a score for each class, the largest for the class that the mean predicts.
-
-    It is the logit of a single draw, the mean logit under the rule `mean_logits`, else the log of
-    the mean probability: [S, B, K], [S] -> [B, K], of at least single precision.
-    """
+    """Return a score [B, K] for each class, the largest for the class that the mean predicts."""
     logits = logits.float() if logits.itemsize < 4 else logits
     weights = weights.to(logits)
+    # A single draw keeps its logits: the logarithm of its probabilities would only lose digits.
     if len(logits) == 1:
         return logits[0]
     if rule is mean_logits:

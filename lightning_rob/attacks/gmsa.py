@@ -44,9 +44,6 @@ class GMSA(Attack):
             does so, as in the paper, where its objective is a minimum over models.
         from_clean: rehearse on the clean images first, and return those if all others are worse:
             one more adaptation. Algorithms 1 and 2 choose among attacked images only.
-
-    Raises:
-        ValueError: no rounds.
     """
 
     batch_dependent: ClassVar[bool] = True
@@ -64,11 +61,9 @@ class GMSA(Attack):
 
     @property
     def threat(self) -> Threat:  # type: ignore[override]
-        """The inner attack's threat model."""
         return self.inner.threat
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
         models, x_best, best_score = [defense.adapted_model], x, (-1.0, 0.0)
         if self.from_clean:
             _, best_score = self._rehearse(defense, x, y, generator)
@@ -100,13 +95,10 @@ class GMSA(Attack):
     def _rehearse(
         defense: Defense, x: Tensor, y: Tensor, generator: Generator
     ) -> tuple[Defense, tuple[float, float]]:
-        """Adapt the defense to images and return the adapted model with its score (error, loss).
-
-        The error is the probability of a wrong prediction, the loss the cross-entropy averaged over
-        draws; both are means over the images.
-        """
+        """Adapt the defense to images and return the adapted model with its score (error, loss)."""
         final = defense.adapt(x, generator_from(x, generator))
         with evaluating(final) as copied, torch.no_grad():
             right = copied(x, generator).gather(1, y[:, None])
             loss = ObjectiveGradient(expected_ce).value(copied, x, y, generator)
+        # Errors decide; among equal ones the cross-entropy, averaged over draws and images, does.
         return final.adapted_model, (1 - float(right.double().mean()), float(loss.double().mean()))

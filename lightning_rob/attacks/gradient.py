@@ -39,15 +39,7 @@ class ObjectiveAt:
 
 @dataclass(frozen=True)
 class ObjectiveGradient:
-    """An objective of a defense's draws, as a function of the images.
-
-    Both methods raise ValueError, if `check` is set, for labels out of range and non-finite logits.
-    The check makes the host wait for the device.
-
-    Args:
-        objective: the objective.
-        draws: how often a random defense is drawn; None for as often as for a prediction.
-    """
+    """An objective of a defense's draws, as a function of the images."""
 
     objective: Loss
     draws: int | None = None
@@ -78,17 +70,14 @@ class ObjectiveGradient:
     def _of(self, logits: Tensor, weights: Tensor, y: Tensor, check: bool) -> Tensor:
         if check:
             check_logits(logits, y)
+        # Half precision would round away the differences that the objective measures.
         precise = logits.float() if logits.itemsize < 4 else logits
         return climbed(self.objective, precise, weights, y)
 
     def _of_mixture(
         self, defense: Defense, x: Tensor, y: Tensor, generator: Generator, check: bool
     ) -> ObjectiveAt:
-        """Evaluate the parts in turn, so that memory does not grow with their number.
-
-        The gradient is the mean of the parts' gradients by their shares or, where the objective is
-        the minimum over draws, per image that of the part with the smallest value.
-        """
+        """Evaluate the parts in turn, so that memory does not grow with their number."""
         smallest = reduction_of(self.objective) == "min"
         value = x.new_full((len(x),), torch.inf)
         gradient, draws = torch.zeros_like(x), []
@@ -98,6 +87,7 @@ class ObjectiveGradient:
                 continue
             # The graph of this part is free before the next one is evaluated.
             part = self(member, x, y, generator, check)
+            # That of the part with the smallest value, or the mean by the parts' shares.
             if smallest:
                 gradient = choose(part.value < value, part.gradient, gradient)
                 value = torch.where(part.value < value, part.value, value)
@@ -125,13 +115,9 @@ def draw_gradients(
     """Return the gradients of single draws of a random defense, drawn as in a step of PGD.
 
     Args:
-        defense: the random defense.
         x: [B, C, H, W] images.
         y: [B] their labels.
         draws: n, the number of draws.
-        generator: the source of the draws.
-        objective: the objective that is differentiated.
-        backward: another backward pass for the defense, see `PGD`.
 
     Returns:
         [n, B, C, H, W].
@@ -141,6 +127,7 @@ def draw_gradients(
         x, y = x.detach().clone().requires_grad_(), y.clone()
         logits, weights = defense.sample_logits(x, generator, draws)
         check_logits(logits, y)
+        # Each draw stands for a whole defense: its weights sum to one again.
         weights = (weights * draws).view(draws, -1)
         for draw, weight in zip(logits.view(draws, -1, *logits.shape[1:]), weights, strict=True):
             value = objective(draw, weight, y)

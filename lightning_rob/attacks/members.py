@@ -19,10 +19,6 @@ from lightning_rob.threat import Threat
 class OnMember(AttackDecorator):
     """Attack one member alone, whichever member predicts (PGD-1 and C&W-1).
 
-    Args:
-        attack: the attack on the member.
-        member: its index, counted from 0.
-
     Raises:
         ValueError: a negative member; when called, a member that the defense does not have.
     """
@@ -34,7 +30,6 @@ class OnMember(AttackDecorator):
         at_least(0, member=self.member)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
         members = defense.classifiers
         if self.member >= len(members):
             raise ValueError(f"member must be 0 … {len(members) - 1}, got {self.member}")
@@ -47,9 +42,6 @@ class RandomMember(AttackDecorator):
 
     A call draws one member per image. An evaluation runs all `strategies` instead and weights their
     results, which makes both expectations exact: over this draw and over the defense's own.
-
-    Args:
-        attack: the attack on the member.
     """
 
     def strategies(self, defense: Defense) -> list[tuple[float, Attack]]:
@@ -58,8 +50,8 @@ class RandomMember(AttackDecorator):
         return [(p, OnMember(self.attack, i)) for i, p in probs if p > 0]
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
         probs, attacks = zip(*self.strategies(defense), strict=True)
+        # Without the last sum, which rounding may leave below 1.
         upper = torch.tensor(probs).cumsum(0)[:-1].to(x)
         drawn = torch.bucketize(uniform(x, generator=generator), upper, right=True)
         x_adv = x.clone()
@@ -78,11 +70,7 @@ class Strongest(Attack):
     Attacks run in turn, each only on images that may still be predicted right; the earlier attack
     wins ties. On a random defense a single draw decides, and the choice itself is noisy.
 
-    Args:
-        attacks: at least one attack, all with the same threat model.
-
     Raises:
-        ValueError: no attack, or different threat models.
         TypeError: when called on a defense that adapts to the whole batch.
     """
 
@@ -96,24 +84,19 @@ class Strongest(Attack):
 
     @property
     def threat(self) -> Threat:  # type: ignore[override]
-        """The attacks' common threat model."""
         return self.attacks[0].threat
 
     def cost(self, count: PassCount) -> int:
-        """Return the largest number of passes that an image costs."""
         return sum(attack.cost(count) + count.networks for attack in self.attacks)
 
     def least(self, count: PassCount) -> int:
-        """Return the passes that an image costs with the fewest steps of each attack."""
         return sum(attack.least(count) + count.networks for attack in self.attacks)
 
     def within(self, passes: int, count: PassCount) -> "Strongest":
-        """Return the strongest of the attacks with fewer or more steps, in the same proportions."""
         left = self.affordable(passes, count) - len(self.attacks) * count.networks
         return replace(self, attacks=tuple(shared(self.attacks, left, count)))
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
         if defense.transductive:
             raise TypeError(
                 f"{type(defense).__name__} adapts to whole batches: Strongest cannot pick image by "

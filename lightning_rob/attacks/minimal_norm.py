@@ -37,7 +37,6 @@ class MinimalNorm(AttackDecorator):
     Raises:
         TypeError: an attack that cannot take a radius for each image; when called, a random
             defense, for which one wrong prediction is no proof.
-        ValueError: no radii.
     """
 
     smallest_norm: ClassVar[bool] = True
@@ -51,26 +50,20 @@ class MinimalNorm(AttackDecorator):
             raise TypeError(f"MinimalNorm searches the radius of PGD or APGD, not of {kind}")
 
     def cost(self, count: PassCount) -> int:
-        """Return the largest number of passes that an image costs."""
         return count.networks + self.radii * (self.attack.cost(count) + count.networks)
 
     def least(self, count: PassCount) -> int:
-        """Return the passes that an image costs with the fewest steps at each radius."""
         return count.networks + self.radii * (self.attack.least(count) + count.networks)
 
     def within(self, passes: int, count: PassCount) -> "MinimalNorm":
-        """Return the search whose attack has an equal share of the passes at each radius.
-
-        The rest goes to further radii.
-        """
         left = self.affordable(passes, count) - count.networks
+        # Each radius has an equal share of the passes; the rest goes to further radii.
         share = left // self.radii - count.networks
         attack = self.attack.within(share + count.asked, count)
         radii = left // (attack.cost(count) + count.networks)
         return replace(self, attack=attack, radii=radii)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
         if not is_certain(defense, expected_ce):
             kind = type(defense).__name__
             raise TypeError(f"MinimalNorm is for fixed classifiers, not for {kind}")
@@ -86,6 +79,7 @@ class MinimalNorm(AttackDecorator):
             found = self._within(radius).perturb(defense, run.x, run.y, noise)
             fooled = _is_fooled(defense, found, run)
             distance = self.threat.distance(found, run.x).masked_fill(~fooled, torch.inf)
+            # At the full radius all are kept: there the result is the attack's own.
             kept = distance < run.high if number else torch.ones_like(fooled)
             x_adv[run.index[kept]] = found[kept]
             run.narrow(radius, distance)
@@ -95,7 +89,7 @@ class MinimalNorm(AttackDecorator):
 
     def _within(self, radius: Tensor) -> Attack:
         """Return the attack within radii [b], one for each image."""
-        unit = self.attack.rescaled(1.0)
+        unit = self.attack.rescaled(1.0)  # its lengths become shares of each radius
         old = unit.threat
         threat = ThreatPerImage(old.norm, old.eps, old.bounds, old.relative, radii=radius)
         return replace(unit, threat=threat)  # type: ignore[type-var]

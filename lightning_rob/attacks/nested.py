@@ -10,11 +10,7 @@ A = TypeVar("A", bound=Counted)  # an attack
 
 
 def init_fields(attack: Counted) -> dict[str, Any]:
-    """Return the arguments that the attack was created with.
-
-    Raises:
-        ValueError: the attack is not a dataclass.
-    """
+    """Return the arguments that the attack was created with."""
     if not is_dataclass(attack):
         raise ValueError(f"{type(attack).__name__} cannot be changed: it is not a dataclass")
     return {field.name: getattr(attack, field.name) for field in fields(attack) if field.init}
@@ -34,12 +30,7 @@ def walk(attack: A) -> Iterator[A]:
 
 
 def map_attacks(attack: A, change: Callable[[A], dict[str, Any]]) -> A:
-    """Return a copy of the attack with fields changed, in the attacks inside it too.
-
-    Args:
-        attack: a dataclass.
-        change: attack -> the fields to replace, with their new values.
-    """
+    """Return a copy of the attack with fields changed, in the attacks inside it too."""
     inner = mapped_arguments(attack, lambda part: map_attacks(part, change))
     changed: A = replace(attack, **inner | change(attack))  # type: ignore[type-var]
     return changed
@@ -49,6 +40,7 @@ def mapped_arguments(attack: A, change: Callable[[A], A]) -> dict[str, Any]:
     """Return the attack's arguments with `change` applied to the attacks among them."""
 
     def changed(value: Any) -> Any:
+        # A value without an attack stays the same object.
         if next(_attacks_in(value), None) is None:
             return value
         if isinstance(value, tuple):

@@ -22,15 +22,11 @@ Variant = Literal["steepest", "gradients", "normalized", "paper"]
 
 @dataclass
 class StepRule:
-    """The optimizer of one run, called with one gradient [B, …] after the other.
+    """The optimizer of one run, called with one gradient [B, …] after the other."""
 
-    Args:
-        update: gradient [B, …] and state -> step [B, …] in units of the step size, and next state.
-        state: tensors with one row per image; scalars before the first gradient.
-    """
-
+    # Maps a gradient [B, …] and the state to the step in units of the step size and the next state.
     update: Callable[[Tensor, State], tuple[Tensor, State]]
-    state: State = ()
+    state: State = ()  # one row per image; scalars before the first gradient
 
     def __call__(self, gradient: Tensor) -> Tensor:
         """Return the step [B, …] that follows from this gradient [B, …] and those before it."""
@@ -51,11 +47,7 @@ class AttackOptimizer(ABC):
 
 
 def aggmo(count: int) -> tuple[float, ...]:
-    """Return the first `count` momentum coefficients of AggMo: 0, 0.9, 0.99 … 1 - 10^-j.
-
-    Raises:
-        ValueError: count is below 1.
-    """
+    """Return the first `count` momentum coefficients of AggMo: 0, 0.9, 0.99 … 1 - 10^-j."""
     if count < 1:
         raise ValueError(f"AggMo needs at least one coefficient, got {count}")
     return tuple(1 - 10.0**-j for j in range(count))
@@ -82,10 +74,6 @@ class AggMo(AttackOptimizer):
     Args:
         momentum: one coefficient in [0, 1] for each velocity; `aggmo(B)` returns those of the
             papers. With 1, usual in MI-FGSM, a velocity is the sum of all gradients so far.
-        variant: which quantity is accumulated, and where the steepest direction is taken.
-
-    Raises:
-        ValueError: a coefficient outside [0, 1], or an unknown variant.
     """
 
     momentum: tuple[float, ...] = aggmo(6)
@@ -99,7 +87,6 @@ class AggMo(AttackOptimizer):
             raise ValueError(f"variant must be of {get_args(Variant)}, got {self.variant!r}")
 
     def init(self, threat: Threat) -> StepRule:
-        """Return the step rule of a new run."""
         own = {"gradients": _clamped, "normalized": _unit}
         accumulated = own.get(self.variant, threat.steepest)
         direction = torch.clone if self.variant == "paper" else threat.steepest
@@ -120,13 +107,7 @@ class AggMo(AttackOptimizer):
 class Nesterov(AttackOptimizer):
     """Nesterov's accelerated gradient (Lin et al. 2020), in the form of `torch.optim.SGD`.
 
-    v <- m v + g with g = gradient / ||gradient||_1; the step is steepest(g + m v).
-
-    Args:
-        momentum: the coefficient m, in [0, 1].
-
-    Raises:
-        ValueError: momentum is not in [0, 1].
+    v <- m v + g with g = gradient / ||gradient||_1 and m in [0, 1]; the step is steepest(g + m v).
     """
 
     momentum: float = 0.9
@@ -136,8 +117,6 @@ class Nesterov(AttackOptimizer):
             raise ValueError(f"momentum must be in [0, 1], got {self.momentum}")
 
     def init(self, threat: Threat) -> StepRule:
-        """Return the step rule of a new run."""
-
         def update(gradient: Tensor, state: State) -> tuple[Tensor, State]:
             g = _unit(gradient)
             velocity = self.momentum * state[0].to(g) + g
@@ -157,9 +136,6 @@ class Adam(AttackOptimizer):
 
     Args:
         betas: decay of the gradients' running mean and mean square, in [0, 1).
-
-    Raises:
-        ValueError: a beta is not in [0, 1).
     """
 
     betas: tuple[float, float] = (0.9, 0.999)
@@ -170,7 +146,6 @@ class Adam(AttackOptimizer):
             raise ValueError(f"betas must be two numbers in [0, 1), got {self.betas}")
 
     def init(self, threat: Threat) -> StepRule:
-        """Return the step rule of a new run."""
         first, second = self.betas
         steps = count(1)
 
@@ -196,5 +171,6 @@ def _clamped(gradient: Tensor) -> Tensor:
 def _unit(gradient: Tensor) -> Tensor:
     """Scale each image's gradient to 1-norm 1; zero stays zero."""
     flat = gradient.flatten(1)
+    # Scaled first: the gradients of a confident network would underflow in the sum.
     flat = flat / flat.abs().amax(1, keepdim=True).clamp_min(TINY)
     return (flat / flat.abs().sum(1, keepdim=True).clamp_min(TINY)).view_as(gradient)

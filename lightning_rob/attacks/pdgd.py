@@ -57,7 +57,6 @@ class PDGD(Attack):
 
     Raises:
         TypeError: when called on a random defense, for which one wrong prediction is no proof.
-        ValueError: a count below 1, a step size that is not positive, another norm.
     """
 
     smallest_norm: ClassVar[bool] = True
@@ -74,11 +73,9 @@ class PDGD(Attack):
         check_norm(self, math.inf, 2)
 
     def cost(self, count: PassCount) -> int:
-        """Return the largest number of passes that an image costs."""
         return count.networks * (1 + 2 * self.steps + HALVINGS)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
         if not is_certain(defense, self.objective):
             raise TypeError(f"PDGD is for fixed classifiers, not for {type(defense).__name__}")
         evaluate = ObjectiveGradient(self.objective)
@@ -103,15 +100,7 @@ class PDGD(Attack):
 def shorten(
     defense: Defense, run: ActiveBatch, best: BestSoFar, threat: Threat, objective: Loss
 ) -> None:
-    """Move the best images back towards the boundary, which the last iterates jump over.
-
-    Args:
-        defense: the defense under attack.
-        run: the images that were not fooled from the start.
-        best: the best images, changed in place.
-        threat: its norm and bounds.
-        objective: positive for an image that is fooled.
-    """
+    """Move the best images back towards the boundary, which the last iterates jump over."""
     run = run.select(best.distance[run.index].isfinite())
     high, farthest = best.distance[run.index], best.x_adv[run.index]
     low = torch.zeros_like(high)
@@ -139,12 +128,14 @@ class Descent(ActiveBatch):
         """Move the images by one step of Adam and, for linf, by the proximal operator."""
         self.count += 1
         delta, slope = self.x_adv - self.x, (-at.value.to(self.x)).sigmoid()
+        # The derivative of softplus(-m) by m is -sigmoid(-m).
         gradient = scale(at.gradient, -slope)
         if threat.p == 2:
             outward = scale(delta, self.w0 / threat.size(delta).clamp_min(TINY))
             gradient = scale(gradient, 1 - self.w0) + outward
         self.mean = self.mean.lerp(gradient, 0.1)
         self.square = self.square.lerp(gradient.square(), 0.001)
+        # Adam's running means are corrected for their start at zero.
         root = (self.square / (1 - 0.999**self.count)).sqrt() + 1e-8
         step = self.mean / root * (step_size / (1 - 0.9**self.count))
         self.x_adv = (self.x_adv - step).clamp(*threat.bounds)
@@ -173,13 +164,11 @@ class Descent(ActiveBatch):
 
 
 def shrink_largest(delta: Tensor, weight: Tensor) -> Tensor:
-    """Compute the proximal operator of weight ||delta||_inf: [B, …], [B] -> [B, …].
-
-    It cuts all entries off at the level t with sum(max(|delta| - t, 0)) = weight, or at 0: the
-    largest of (the sum of the k largest entries - weight) / k over all k.
-    """
+    """Compute the proximal operator of weight ||delta||_inf: [B, …], [B] -> [B, …]."""
     falling = delta.flatten(1).abs().sort(dim=1, descending=True).values
     counts = torch.arange(1, falling.shape[1] + 1, device=delta.device)
+    # All entries are cut off at the level t with sum(max(|delta| - t, 0)) = weight, or at 0: the
+    # largest of (the sum of the k largest entries - weight) / k over all k.
     level = ((falling.cumsum(1) - weight[:, None]) / counts).amax(1).clamp_min(0)
     reach = per_image(level, delta)
     return torch.maximum(torch.minimum(delta, reach), -reach)

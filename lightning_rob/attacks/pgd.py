@@ -38,15 +38,12 @@ class PGD(Attack):
     gradients of unit 1-norm), AggMo (Lucas et al. 2019) is `momentum=[0, 0.9, 0.99]`.
 
     Args:
-        threat: the ball and the bounds.
-        steps: number of gradient steps.
         step_size: length of a step in pixel units, images span [0, 1]; for a relative threat, as a
             share of the image's norm.
         objective: the objective to maximise, one of `lightning_rob.objectives`.
         draws: how often a random defense is drawn per step; None for as often as for a prediction.
         restarts: number of runs from fresh random starts; each image keeps its best run by the
             objective.
-        random_start: start at a random point of the ball instead of the image.
         keep_best: keep each image's best iterate, the image itself included, not its last one.
         momentum: one coefficient m per velocity, v <- m v + steepest(gradient); the step is the
             mean of the velocities' steepest directions. Short for `AggMo(momentum)`.
@@ -62,8 +59,6 @@ class PGD(Attack):
     Raises:
         TypeError: when called with `early_stop` on a random defense, or on a mixture with an
             objective that pools its parts.
-        ValueError: a count below 1, a step size that is not positive, a momentum outside [0, 1],
-            both momentum and another optimizer.
     """
 
     lengths: ClassVar[tuple[str, ...]] = ("step_size",)
@@ -96,7 +91,6 @@ class PGD(Attack):
 
     @property
     def stops_on_gradient_logits(self) -> bool:  # type: ignore[override]
-        """Whether logits computed for a gradient decide which images are already fooled."""
         return self.early_stop
 
     def is_made_for(self, suite_kind: str, rule: Rule) -> bool:
@@ -107,12 +101,10 @@ class PGD(Attack):
         return suite_kind == "random" and self.objective is linear and smoothed
 
     def cost(self, count: PassCount) -> int:
-        """Return the largest number of passes that an image costs."""
         clean, last = self.keep_best and self.random_start, self.keep_best or self.restarts > 1
         return count.drawn(self.draws) * self.restarts * (2 * self.steps + clean + last)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
         if self.early_stop:
             check_certain(defense, self.objective)
         objective = ObjectiveGradient(self.objective, self.draws)
@@ -120,6 +112,7 @@ class PGD(Attack):
         x_final, run = torch.empty_like(x), Iterates(positions(x), x, y, generator, x, x, none)
         with entered(self.backward, defense):
             for _ in range(self.restarts):
+                # Drawn for the whole batch, also for images that have left.
                 start = self.threat.start(x, generator) if self.random_start else x
                 run.x_adv = run.rows_of(start)
                 if self.keep_best and self.random_start:

@@ -39,13 +39,7 @@ class Branch:
 
 
 class Block:
-    """A module with residual branches, as a graph that can be edited and run.
-
-    Args:
-        module: the module; it is not changed.
-        graph: the graph of its forward.
-        first_of_stage: whether it is the first child of an `nn.Sequential` or `nn.ModuleList`.
-    """
+    """A module with residual branches, as a graph that can be edited and run."""
 
     def __init__(self, module: nn.Module, graph: fx.Graph, first_of_stage: bool) -> None:
         self.module, self.graph, self.first_of_stage = module, graph, first_of_stage
@@ -104,6 +98,7 @@ class Block:
         (entry,) = entries
         connection = skipped - _ancestors(entry)
         plain = not any(map(self.is_relu, connection))
+        # The path of more layers is the branch; a path with a ReLU is no skip connection.
         if entry in skipped and plain and self.layers(body) > self.layers(connection):
             unchanged = all(
                 node.op == "call_module" and isinstance(self.parts[str(node.target)], nn.Identity)
@@ -123,14 +118,7 @@ def _ancestors(node: fx.Node) -> set[fx.Node]:
 
 
 def residual_blocks(defense: nn.Module) -> list[list[Block]]:
-    """Return the residual blocks of each of a defense's networks, in the order of its layers.
-
-    A block is the smallest module that `torch.fx` can trace, with a forward of one argument, that
-    adds a path through more layers to a path through fewer layers and no ReLU.
-
-    Raises:
-        TypeError: the networks have no residual blocks.
-    """
+    """Return the residual blocks of each of a defense's networks, in the order of its layers."""
     known: dict[nn.Module, Block] = {}
     networks = list(dict.fromkeys(foldable_networks(defense))) or [defense]
     found = [_blocks(net, known) for net in networks]
@@ -163,6 +151,7 @@ def _blocks(net: nn.Module, known: dict[nn.Module, Block]) -> list[Block]:
 
 def _graph(module: nn.Module, known: dict[nn.Module, Block]) -> fx.Graph | None:
     """Return a copy of the graph that an outer context runs, or trace a copy of the module."""
+    # Inside another context the module runs a graph already: a copy of that one is changed.
     running = getattr(module.__dict__.get("forward"), "__self__", None)
     if isinstance(running, Block):
         graph = fx.Graph()

@@ -14,20 +14,7 @@ _current: ContextVar["Sight | None"] = ContextVar("sight", default=None)
 
 
 class Sight:
-    """The gradients that attacks have asked for, image by image.
-
-    Args:
-        images: B, the number of images in the batch.
-        device: device of the images.
-        within: the sight of an attack that calls this one on its own batch, which it shares.
-        watched: whether what is seen here is reported, so that attacks need not warn.
-
-    Attributes:
-        asked: [B] the number of gradients of the image that were asked for.
-        usable: [B] the number of those that were finite, and not zero.
-        nonfinite: whether any gradient was not finite, in this attack alone.
-        recovered: whether gradients were taken just inside the bounds in the end.
-    """
+    """The gradients that attacks have asked for, image by image."""
 
     def __init__(
         self,
@@ -37,12 +24,14 @@ class Sight:
         watched: bool = False,
     ) -> None:
         none = torch.zeros(images, device=device)
-        # An attack inside another one is on images of that one's batch.
+        # An attack inside another one is on images of that one's batch: they share the counts [B]
+        # of the gradients of an image, and of those that were finite and not zero.
         self.asked: Tensor = within.asked if within else none
         self.usable: Tensor = within.usable if within else none.clone()
+        # Where the caller reports what is seen, attacks need not warn.
         self.watched: bool = watched or (within is not None and within.watched)
-        self.nonfinite = torch.zeros((), dtype=torch.bool, device=device)
-        self.recovered = False
+        self.nonfinite = torch.zeros((), dtype=torch.bool, device=device)  # in this attack alone
+        self.recovered = False  # whether gradients were taken just inside the bounds in the end
 
     def note(self, gradient: Tensor, generator: Generator) -> None:
         """Take in the gradients [b, …] of the images that a source of noise belongs to."""
@@ -60,7 +49,7 @@ class Sight:
 
     @property
     def blind(self) -> Tensor:
-        """The images [B] of which no gradient was of use, NaN for those of which none was asked."""
+        """1 for images [B] without a useful gradient, else 0; NaN where none was asked for."""
         return (self.usable == 0).float().masked_fill(self.asked == 0, torch.nan)
 
 
@@ -75,7 +64,7 @@ def watching(images: int, device: torch.device) -> Iterator[Sight]:
 def own_sight(images: int, device: torch.device, generator: Generator) -> Iterator[Sight]:
     """Yield the sight of one attack, which counts for that of an attack around it as well."""
     outer = _current.get()
-    # The streams of an outermost attack have the rows of its own batch, be it part of a larger one.
+    # Rows of an outermost attack are places in its own batch, even if that is part of a larger one.
     streams = generator if outer is None and isinstance(generator, Streams) else None
     rows = None if streams is None else streams.rows
     try:
@@ -114,17 +103,7 @@ def hooked(x: Tensor, generator: Generator) -> None:
 def image_gradient(
     value: Tensor, x: Tensor, generator: Generator = None, *, keep: bool = False
 ) -> Tensor:
-    """Return the gradient [b, …] of the sum of values [b] by images, 0 where it is not finite.
-
-    Args:
-        value: [b] values computed from the images.
-        x: [b, …] images that require gradients, or what they were computed from.
-        generator: the source of the images' noise, by whose streams they are known.
-        keep: keep the graph, for another gradient of it.
-
-    Raises:
-        NoGradientError: nothing leads from the values back to the images.
-    """
+    """Return the gradient [b, …] of the sum of values [b] by images, 0 where it is not finite."""
     if not value.requires_grad:
         raise NoGradientError()
     (gradient,) = torch.autograd.grad(value.sum(), x, retain_graph=keep, allow_unused=True)

@@ -42,7 +42,6 @@ class Square(Attack):
 
     Args:
         threat: the ball and the bounds; linf or l2.
-        queries: number of changes tried on each image.
         p: share of the image in the first windows.
         draws: how often a random defense is drawn for a query; None for as often as for a
             prediction.
@@ -66,12 +65,10 @@ class Square(Attack):
         check_norm(self, math.inf, 2)
 
     def cost(self, count: PassCount) -> int:
-        """Return the largest number of passes that an image costs."""
         return count.drawn(self.draws) * (2 + self.queries)  # the clean image, and the start
 
     @torch.no_grad()
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
         if x.dim() != 4:
             raise ValueError(f"Square is for images [B, C, H, W], got shape {list(x.shape)}")
         walk = Walk(positions(x), x, y.long(), derived(generator, 0), x, x.new_zeros(len(x)), x)
@@ -81,6 +78,7 @@ class Square(Attack):
             walk.best = self._start(walk)
             walk.margin = self._margin(defense, walk.best, walk.y, walk.generator)
         for query in range(self.queries):
+            # Images that fool leave, and cost no further passes.
             rows = (walk.margin > -torch.inf).nonzero()[:, 0]
             if len(rows) < len(walk):
                 x_final[walk.index] = walk.best  # final for the images that leave now
@@ -102,7 +100,7 @@ class Square(Attack):
     def _margin(
         self, defense: Defense, x: Tensor, y: Tensor, noise: Generator, check: bool = False
     ) -> Tensor:
-        """Return the margins [b] of images [b, C, H, W], minus infinity for those that fool."""
+        """Return the margins [b] of images [b, C, H, W]; minus infinity where an image fools."""
         values = scores(defense, x, noise, self.draws)
         if check:
             check_logits(values[None], y)
@@ -203,10 +201,7 @@ def _normalized(window: Tensor) -> Tensor:
 
 @cache
 def pyramids(side: int) -> Tensor:
-    """Return the change of an l2 window: a pyramid above an inverted one (eqs. 2 and 3).
-
-    It is of shape [side, side] and norm 1.
-    """
+    """Return the change of an l2 window: a pyramid above an inverted one (eqs. 2 and 3)."""
     upper, lower = (_pyramid(height, side) for height in (side // 2, side - side // 2))
     pattern: Tensor = torch.cat([upper, -lower]) / (2.0 if side > 1 else 1.0) ** 0.5
     return pattern

@@ -31,7 +31,6 @@ class Targeted(AttackDecorator):
     target's logit minus the largest other one.
 
     Args:
-        attack: the PGD that climbs.
         rank: rank of the target among the wrong classes, by the mean probabilities on the clean
             image: 1 is the most probable. Several ranks are attacked in turn, and per image the
             best result by the attack's own objective is kept.
@@ -68,9 +67,9 @@ class Targeted(AttackDecorator):
         return (self.rank,) if isinstance(self.rank, int) else tuple(self.rank)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
         objective = self.attack.objective
         own = ObjectiveGradient(objective, self.attack.draws)
+        # Descending the objective of the target as label leads towards the target.
         away = replace(
             self.attack, objective=lambda logits, weights, y: -objective(logits, weights, y)
         )
@@ -120,9 +119,6 @@ class HighConfidence(AttackDecorator):
         untargeted: number of runs that climb the margin of the most probable wrong class.
         targeted: number of wrong classes with a run of their own, y + 1, y + 2 … modulo K; None for
             all of them.
-
-    Raises:
-        ValueError: no runs, or an objective that is neither a mean nor a minimum over draws.
     """
 
     attack: PGD
@@ -143,7 +139,6 @@ class HighConfidence(AttackDecorator):
             )
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
         x_best, best_confidence = x, self._confidence(defense, x, y, generator)
         with torch.no_grad():
             logits, _ = defense.sample_logits(x, generator, self.attack.draws)

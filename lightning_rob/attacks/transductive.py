@@ -18,18 +18,13 @@ from lightning_rob.threat import Threat
 
 @dataclass(frozen=True)
 class TransferFromStatic(AttackDecorator):
-    """Attack the network before its adaptation to test images (Chen et al. 2022, "AA").
-
-    Args:
-        attack: the attack on the unadapted network.
-    """
+    """Attack the network before its adaptation to test images (Chen et al. 2022, "AA")."""
 
     knowledge: ClassVar[str] = "the defense before it adapts"
     ignores_state: ClassVar[bool] = True
     strategies = Attack.strategies  # the attack sees the base model, not this defense
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
         return self.attack(defense.base_model, x, y, generator)
 
 
@@ -38,9 +33,6 @@ class ThroughAdaptation(AttackDecorator):
     """Let the defense adapt anew to every iterate of the attack (DENT-AA).
 
     The gradient is that of the adapted network; its weights are treated as constants.
-
-    Args:
-        attack: the attack on the adapting defense.
     """
 
     batch_dependent: ClassVar[bool] = True
@@ -48,7 +40,6 @@ class ThroughAdaptation(AttackDecorator):
     strategies = Attack.strategies  # the attack sees the adapting defense, not this one
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
         return self.attack(_AdaptsToEveryBatch(defense), x, y, generator)
 
 
@@ -61,7 +52,6 @@ class _AdaptsToEveryBatch(Defense):
 
     @property
     def transductive(self) -> bool:
-        """True: predictions depend on the whole batch."""
         return True
 
     @property
@@ -70,7 +60,6 @@ class _AdaptsToEveryBatch(Defense):
         raise TypeError("an adapting defense copies its network: it has to stay as it is")
 
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
-        """Return logits [S, B, K] of the defense that has adapted to x [B, C, H, W]."""
         adapted = self.defense.adapt(x, generator)
         adapted.eval()
         return adapted.logits(x, generator)
@@ -83,12 +72,10 @@ class PartialBatchAttack(AttackDecorator):
     The place in the batch decides which images are attacked: one batch is one round.
 
     Args:
-        attack: the attack on the last images.
-        clean: the share of the batch that is z, its first images.
+        clean: the share in [0, 1] of the batch that is z, its first images.
         natural: the perturbation of z, such as `CommonCorruption`; None leaves z unchanged.
 
     Raises:
-        ValueError: a share outside [0, 1].
         TypeError: an attack that rehearses the whole round.
     """
 
@@ -119,7 +106,6 @@ class PartialBatchAttack(AttackDecorator):
         return torch.arange(len(y), device=y.device) < round(self.clean * len(y))
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
         x_adv, z = x.clone(), self.is_clean(y)
         for rows, attack in ((z, self.natural), (~z, self.attack)):
             if attack and rows.any():

@@ -56,11 +56,9 @@ class TAA(Attack):
 
     @property
     def threat(self) -> Threat:  # type: ignore[override]
-        """The inner attack's threat."""
         return self.inner.threat
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
         ensemble = transformation_ensemble(defense, self)
         if self.target is not None:
             place = ensemble.place(self.target)
@@ -89,7 +87,6 @@ class OnDifferentiable(AttackDecorator):
         return super().strategies(self._part(defense))
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
         return self.attack.perturb(self._part(defense), x, y, generator)
 
     def _part(self, defense: Defense) -> TransformEnsemble:
@@ -174,31 +171,23 @@ class PAA(Attack):
 
     @property
     def batch_dependent(self) -> bool:  # type: ignore[override]
-        """Whether the other images of a batch decide when an image stops."""
         return self.mean_bound is not None
 
     @property
     def threat(self) -> Threat:  # type: ignore[override]
-        """The bound on each image's dissimilarity."""
         return Threat("l2", self.max_dissimilarity, self.inner.threat.bounds, relative=True)
 
     def rescaled(self, eps: float, norm: Norm | None = None) -> "PAA":
-        """Return the attack for another `max_dissimilarity`; `mean_bound` scales in proportion.
-
-        The inner attack, of one round, stays the same.
-
-        Raises:
-            ValueError: a norm other than l2, in which the dissimilarity is measured.
-        """
+        """Return the attack for another `max_dissimilarity` (l2); `mean_bound` scales with it."""
         if norm is not None and norm_order(norm) != 2:
             raise ValueError(f"PAA bounds the l2 dissimilarity: its norm cannot be {norm!r}")
+        # The inner attack, of one round, stays the same.
         mean = self.mean_bound
         if mean is not None:
             mean *= eps / self.max_dissimilarity
         return replace(self, max_dissimilarity=eps, mean_bound=mean)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
         ensemble = transformation_ensemble(defense, self)
         members = self._candidates(ensemble)
         x_adv, index = x.clone(), positions(x)
@@ -206,6 +195,7 @@ class PAA(Attack):
         start = (x, remaining, x.new_zeros(len(x)), torch.zeros_like(index))
         active = Iterates(index, x, y, generator, *start)
         for turn in count() if self.rounds is None else range(self.rounds):
+            # Candidates that the iterate fools before this move are left out of all later rounds.
             correct = active.still_correct(ensemble, members, turn)
             active, correct = active.select(correct.any(1)), correct[correct.any(1)]
             if not len(active):
@@ -215,6 +205,7 @@ class PAA(Attack):
             moved = self.threat.apply(step, active.x_adv)
             inside = self.threat.distance(moved, active.x) <= self.max_dissimilarity
             if self.mean_bound is not None:
+                # The mean is over all images of the batch, also those that have stopped.
                 after = x_adv.index_copy(0, active.index[inside], moved[inside])
                 if self.threat.distance(after, x).mean() > self.mean_bound:
                     break
@@ -311,11 +302,7 @@ def transformation_ensemble(defense: Defense, attack: Attack) -> TransformEnsemb
 
 
 def attackable(ensemble: TransformEnsemble) -> list[int]:
-    """Return the members whose transformation can be undone or has a gradient.
-
-    Raises:
-        TypeError: there are none.
-    """
+    """Return the members whose transformation can be undone or has a gradient."""
     kinds = ensemble.transforms.values()
     found = [i for i, kind in enumerate(kinds) if kind.reversible or kind.differentiable]
     if not found:
@@ -334,11 +321,7 @@ def attack_member(
     y: Tensor,
     generator: Generator,
 ) -> Tensor:
-    """Attack a member in its own space, inside `attacking`, and carry the perturbation back.
-
-    Raises:
-        TypeError: the member's transformation can neither be undone nor has a gradient.
-    """
+    """Attack a member in its own space, inside `attacking`, and carry the perturbation back."""
     transform, possible = ensemble.transform(member), attackable(ensemble)
     if member not in possible:
         names = ", ".join(ensemble.names[i] for i in possible)
@@ -382,12 +365,14 @@ def ranking_weights(candidates: int) -> Tensor:
 
 
 def _weighted(added: Tensor, remaining: Tensor, weights: Tensor) -> Tensor:
+    # Renormalised over the candidates that are left.
     shares = weights.to(added) * remaining
     shares = (shares / shares.sum(1, keepdim=True)).T
     return (added * shares.reshape(*shares.shape, 1, 1, 1)).sum(0)
 
 
 def _largest(added: Tensor, remaining: Tensor) -> Tensor:
+    # A candidate that is fooled never wins: -1 is below every magnitude.
     size = added.abs().masked_fill(~remaining.T[..., None, None, None], -1)
     return _best_ranked(added, size >= size.amax(0) - CLOSE)
 

@@ -93,6 +93,7 @@ def randomness(target: AuditTarget, columns: Columns) -> Finding:
     values = means(prediction_varies=varies, nondeterministic=nondeterministic)
     values |= means(default=default, averaged=eot)
     text = f"A second prediction differs from the first on {percent(varies)} of images."
+    # Both scores are noisy: only a significant difference is evidence.
     gain = significant(default - eot)
     if gain:
         text += (
@@ -122,6 +123,7 @@ def saturation(target: AuditTarget, columns: Columns) -> Finding:
     largest = float(columns["largest_logit"].max())
     values = means(loss_saturated=flat, default=default, double=in_doubles)
     values["largest_logit"] = largest
+    # A nondeterministic network scores otherwise in a second run anyway.
     weaker = significant(default - in_doubles) and not columns["is_nondeterministic"].any()
     if not (many(flat) or weaker):
         text = "Double precision makes the attack no stronger, and the loss has a slope."

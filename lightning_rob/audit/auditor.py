@@ -57,7 +57,6 @@ def audit(
     Args:
         defense: the defense; it and torch's global random stream are not changed.
         x: [B, C, H, W] images; a defense that adapts has them all in one round.
-        y: [B] labels.
         threat: linf or l2; None is linf 8/255.
         index: [B] the images' indices, by which noise is keyed; None for the positions.
         checks: the checks that are made; only the columns that they need are measured.
@@ -126,8 +125,10 @@ def _results(target: AuditTarget, columns: Columns) -> list[Result]:
         if len(known(columns[name])):
             found.append(measured(name, columns[name], target.seconds[name], details))
     names = target.half_columns or target.worst_over
+    # An attack that could not run is never the strongest.
     scores = torch.stack([columns[name].nan_to_num(torch.inf) for name in names], 1)
     scores = scores.reshape(len(scores), len(target.worst_over), -1)
+    # A minimum of noisy scores, image by image, would be too low.
     random = any(bool(columns[name].any()) for name in ("is_random", "is_nondeterministic"))
     table = torch.arange(len(scores)), scores
     worst = worst_case([table], random or not target.exact, joint=target.transductive)

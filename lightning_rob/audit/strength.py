@@ -93,6 +93,7 @@ def restarts(target: AuditTarget, columns: Columns) -> Finding:
     default, longer, again = columns["pgd"], columns["longer"], columns["restarts"]
     values = means(default=default, longer=longer, restarts=again)
     text = f"Five starts leave {percent(again)}, as many steps from one start {percent(longer)}."
+    # As many steps from one start as from five, so that only the starts differ.
     difference = torch.minimum(default, longer) - again
     if is_gain(difference, target.exact) and mean(difference) > RUGGED:
         text += " Its start decides: the loss is rugged."
@@ -130,6 +131,7 @@ def adaptive(target: AuditTarget, columns: Columns) -> Finding:
     # The minimum of noisy scores, image by image, would be too low.
     best = torch.stack(inside).amin(0) if target.exact else min(inside, key=mean)
     default = columns[suite.default]
+    # A gap alone is no fault: only that the user's evaluation lacks the attack is.
     gain = is_gain(default - best, target.exact)
     values = means(default=default, adaptive=best)
     values["gap"] = values["default"] - values["adaptive"]

@@ -24,14 +24,9 @@ GRADIENT_FREE = ("clean", "noise", "square")
 
 
 class AuditTarget(CheckTarget):
-    """A defense under audit.
+    """A defense under audit; `steps` are those of the default PGD.
 
     Args:
-        defense: the defense; it is not changed.
-        threat: linf or l2.
-        steps: steps of the default PGD.
-        queries: queries of the Square Attack.
-        seed: seed of all noise.
         other_attacks: name -> attack that the user runs beside the audit.
         progress: called with the name of an attack and the number of images that it attacked.
     """
@@ -83,25 +78,20 @@ class AuditBatch(CheckBatch):
         self.perturbed: dict[str, Tensor] = {}
 
     def score(self, name: str, half: str = "") -> Tensor:
-        """Return the probability [B] of a right prediction under an attack of the suite.
-
-        `half` is "first" or "second" for the mean over that half of the predictions alone.
-        """
+        """Return the probability [B] of a right prediction under an attack, or in half of draws."""
         if name not in self.scores:
             began = time.perf_counter()
             self.perturbed[name], self.scores[name] = self.run(name, self.target.attacks[name])
             self.target.seconds[name] += time.perf_counter() - began
             if self.target.progress and name != "clean":
                 self.target.progress(name, len(self.x))
+        # One half chooses the strongest attack, the other scores it.
         first, second = self.scores[name].tensor_split(2, dim=1)
         return {"first": first, "second": second}.get(half, self.scores[name]).mean(1)
 
     def run(self, name: str, attack: Attack) -> tuple[Tensor, Tensor]:
-        """Return the images [B, C, H, W] under an attack and their scores [B, R].
-
-        The name keys the attack's noise. Without a gradient that the attack needs these are the
-        clean images and NaN.
-        """
+        """Return the images [B, C, H, W] under an attack of this name, and their scores [B, R]."""
+        # Without a gradient the attack cannot run: the clean images, and no scores.
         if name not in GRADIENT_FREE and not self.differentiable:
             return self.x, self.unknown()[:, None].expand(-1, INFERENCES)
         return self._run(name, attack, torch.arange(len(self.x), device=self.x.device))

@@ -52,15 +52,7 @@ class Defense(nn.Module, ABC):
 
     @abstractmethod
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
-        """Compute the logits of the draws.
-
-        Args:
-            x: [B, C, H, W] images in [0, 1].
-            generator: source of the draws, if the defense is random.
-
-        Returns:
-            [S, B, K].
-        """
+        """Compute the logits [S, B, K] of the draws for images [B, C, H, W] in [0, 1]."""
 
     @property
     def classifiers(self) -> list[nn.Module]:
@@ -105,8 +97,6 @@ class Defense(nn.Module, ABC):
         """Compute the logits [S, B, K] of repeated draws, and their weights [S].
 
         Args:
-            x: [B, C, H, W] images in [0, 1].
-            generator: source of the draws.
             draws: how often a random defense is sampled; None samples it as for a prediction.
         """
         logits = torch.cat([self.logits(x, generator) for _ in range(draws or 1)])
@@ -134,6 +124,7 @@ class Defense(nn.Module, ABC):
     @property
     def transductive(self) -> bool:
         """Whether it adapts to the test batch, so that predictions depend on the whole batch."""
+        # A defense adapts exactly if it overrides `adapt`.
         return type(self).adapt is not Defense.adapt
 
     @property
@@ -178,8 +169,9 @@ class Single(Defense):
 
     @property
     def foldable_networks(self) -> list[nn.Module]:
-        """The network, without what preprocesses its images."""
-        return [self.net.net if isinstance(self.net, Preprocessed) else self.net]
+        # A subclass may adapt: its network is then refused.
+        nets = super().foldable_networks
+        return [net.net if isinstance(net, Preprocessed) else net for net in nets]
 
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
         return network_logits(self.net, x).unsqueeze(0)

@@ -37,7 +37,7 @@ ORIGIN = "_working_copy_of"  # the attribute of a copy that refers to its origin
 OWN_FIELDS = ("_parameters", "_buffers", "_modules")
 SHARED_FROM = 2**26  # bytes of a plain tensor or array from which it is a data set, and shared
 NO_STATE = {"training", ORIGIN, *OWN_FIELDS}  # attributes that evaluations set themselves
-LONGEST = 1000  # entries of a container; those of longer ones, such as paths of files, are shared
+LONGEST = 1000  # entries of a container that are copied; longer ones, as of paths, share theirs
 DEEPEST = 20  # containers and objects inside each other
 NAMESPACES = (SimpleNamespace, Namespace)
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
@@ -60,6 +60,7 @@ def working_copy(module: M) -> M:
 
 def private(module: M) -> M:
     """Return the module itself if it is made of working copies, else a working copy of it."""
+    # An attack inside another one, or a mixture of adapted models, has copies already.
     own = any(ORIGIN in part.__dict__ for part in module.modules())
     return module if own else working_copy(module)
 
@@ -70,10 +71,8 @@ def fresh(copied: M) -> M:
 
 
 def changes(copied: nn.Module) -> list[str]:
-    """Return the names of the weights, buffers and attributes that a copy has changed since.
-
-    Attributes that are new are left out: a constant that a first forward stores changes nothing.
-    """
+    """Return the names of the weights, buffers and attributes that a copy has changed since."""
+    # New attributes are left out: a constant that a first forward stores changes nothing.
     before, after = _states[copied], _state(copied)
     return [name for name, value in before.items() if name in after and after[name] != value]
 
@@ -84,7 +83,7 @@ def keep_changes(copied: nn.Module) -> None:
 
 
 def original(module: M) -> M:
-    """Return the module of which this is a working copy; itself if it is none."""
+    """Return the module that was copied; a module that is no working copy itself."""
     origin = module.__dict__.get(ORIGIN)
     return (origin and origin()) or module
 
@@ -111,6 +110,7 @@ def _mark(value: Any, seen: set[int], depth: int = DEEPEST) -> Any:
     if isinstance(value, Tensor):
         return id(value), 0 if is_lazy(value) or value.is_inference() else value._version
     if isinstance(value, np.ndarray):
+        # numpy does not count changes, so that the content itself is looked at.
         small = value.nbytes <= SHARED_FROM and not value.dtype.hasobject
         return id(value), zlib.crc32(value.tobytes()) if small else 0
     if isinstance(value, GENERATORS):
@@ -130,16 +130,13 @@ def _mark(value: Any, seen: set[int], depth: int = DEEPEST) -> Any:
 
 
 def _parts(value: Any) -> Any:
-    """Return the entries of a container, or the attributes of an object that may hold state.
-
-    That is an object of a user's class; objects of packages (trainers, loggers, locks, files) are
-    shared, and None is returned for them.
-    """
+    """Return a container's entries or a user's object's attributes; None for what is shared."""
     if isinstance(value, list | tuple | set | deque | dict):
         return value
     kind = type(value)
     if isinstance(value, NAMESPACES):
         return vars(value)
+    # Objects of packages are shared: trainers, loggers, locks, files.
     if is_library(kind.__module__) or isinstance(value, type | nn.Module | Enum | BaseException):
         return None
     plain = hasattr(value, "__dict__") and not hasattr(kind, "__del__")
@@ -165,9 +162,11 @@ def _copied_module(module: nn.Module, memo: Memo) -> nn.Module:
         if _is_bound(part):
             memo.update((id(inner), inner) for inner in part.modules())
     tree = [part for part in module.modules() if id(part) not in memo]
+    # Empty copies of all modules come first, for modules may refer to each other in any order.
     memo.update((id(part), object.__new__(type(part))) for part in tree)
     for part in tree:
         copied, values = memo[id(part)], part.__dict__
+        # A layer of torch without hooks has numbers only beside its tensors: nothing to copy.
         hooks = (value for name, value in values.items() if name.endswith("_hooks"))
         hooked = "forward" in values or any(hooks)
         simple = type(part).__module__.startswith("torch.nn.modules.")

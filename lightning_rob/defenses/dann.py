@@ -25,29 +25,14 @@ def check_parts(net: nn.Module) -> None:
 
 
 def reversal_weight(progress: float, scale: float) -> float:
-    """Compute alpha, which grows from 0 to the scale (Ganin et al. 2016, eq. 14).
-
-    Args:
-        progress: p, the fraction of training that is done.
-        scale: the authors use 0.1 for MNIST and 1 for CIFAR-10.
-    """
+    """Compute alpha, which grows from 0 to the scale (Ganin et al. 2016, eq. 14)."""
     return scale * (2 / (1 + math.exp(-10 * progress)) - 1)
 
 
 def domain_adversarial_loss(
     net: nn.Module, x: Tensor, y: Tensor, target: Tensor, weight: float
 ) -> Tensor:
-    """Compute the cross-entropy of the source's classes, and of both domains by the discriminator.
-
-    The sum of three means. The encoder is trained against the discriminator by a reversed gradient.
-
-    Args:
-        net: network with `features`, `classify` and `domain`.
-        x: [B, C, H, W] source images.
-        y: [B] their labels.
-        target: [T, C, H, W] images without labels.
-        weight: alpha of the reversed gradient.
-    """
+    """Compute the cross-entropy of the source's classes plus that of both domains."""
     parts: Any = net
 
     def domain_loss(features: Tensor, domain: int) -> Tensor:
@@ -79,10 +64,6 @@ class DANN(Retraining):
             divide it by 10 at epochs 50, 75 and 90 for CIFAR-10.
         augment: applied to an image [C, H, W] of either domain in training, drawing from torch's
             global stream; predictions are of the unchanged images.
-
-    Raises:
-        TypeError: the network has no such parts.
-        ValueError: a count below 1, or a negative scale.
     """
 
     def __init__(
@@ -106,6 +87,7 @@ class DANN(Retraining):
     def losses(
         self, net: nn.Module, x: Tensor, generator: torch.Generator
     ) -> Iterator[tuple[Tensor, bool]]:
+        # The labels of the test images are never read.
         target = Source((x, x.new_full((len(x),), -1, dtype=torch.long)))
         for epoch in self.progress(range(self.epochs), "DANN", None):
             source_batches = shuffled(len(self.source), self.batch_size, generator)

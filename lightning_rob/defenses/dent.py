@@ -35,9 +35,6 @@ class DENT(Transductive):
             those of the test batch.
         diversity: weight of the term that keeps the mean prediction diverse; 0 is entropy alone,
             the objective of Tent (Wang et al. 2021).
-
-    Raises:
-        ValueError: no steps, unknown statistics, or a network without BatchNorm2d.
     """
 
     needs_source = False
@@ -64,7 +61,6 @@ class DENT(Transductive):
         self.diversity = diversity
 
     def fit_to_batch(self, x: Tensor, generator: torch.Generator) -> Self:
-        """Return the defense with scales and shifts for each of the images [B, C, H, W]."""
         net = trainable(self.net).requires_grad_(False)
         device = next(net.parameters()).device
         norms = {name: m for name, m in net.named_modules() if isinstance(m, ADAPTED)}
@@ -91,10 +87,8 @@ class DENT(Transductive):
 
 
 def information(logits: Tensor, diversity: float = 1.0) -> Tensor:
-    """Compute the mean entropy of predictions minus the entropy of their mean: [B, K] -> scalar.
-
-    Chen et al. 2022, eq. 8, divided by B, up to the constant log B (Liang et al. 2020, SHOT).
-    """
+    """Compute the mean entropy of predictions [B, K] minus the entropy of their mean, a scalar."""
+    # Chen et al. 2022, eq. 8, divided by B, up to the constant log B (Liang et al. 2020, SHOT).
     probs = logits.softmax(-1)
     if not diversity:  # Tent, exactly
         return -(probs * logits.log_softmax(-1)).sum(-1).mean()
@@ -105,13 +99,7 @@ def information(logits: Tensor, diversity: float = 1.0) -> Tensor:
 
 
 class PerImageNorm(PerImageLayer):
-    """A BatchNorm2d with a scale and a shift for each image and channel.
-
-    Args:
-        norm: gives the statistics, and the initial scales and shifts.
-        count: B, number of images.
-        statistics: "static", those of training, or "batch".
-    """
+    """A BatchNorm2d with a scale and a shift for each image and channel."""
 
     def __init__(self, norm: BatchNorm, count: int, statistics: Statistics) -> None:
         super().__init__()
@@ -130,9 +118,9 @@ class PerImageNorm(PerImageLayer):
             self.register_buffer(name, kept)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise [B, C, H, W], the B images of the layer's batch in their order."""
         rows = slice(None) if self.rows is None else self.rows
         weight, bias = self.weight[rows], self.bias[rows]
+        # An image that an attack has dropped would shift the others to the wrong rows.
         if len(x) != len(weight):
             raise ValueError(
                 f"a network that has adapted to {len(weight)} images was given {len(x)}: it "
@@ -148,21 +136,7 @@ class PerImageNorm(PerImageLayer):
 
 
 class AdaMod(torch.optim.Optimizer):
-    """Adam whose step sizes, parameter by parameter, are bounded by their own moving average.
-
-    Ding et al. 2019, Algorithm 1; the average starts at 0 and is not corrected for it.
-
-    Args:
-        params: parameters to optimize.
-        lr: learning rate.
-        betas: weights of the past in the moving averages of the gradient and of its square.
-        beta3: likewise, of the step size.
-        eps: number added to the root of the second average.
-        weight_decay: decay that is decoupled from the gradient, times the learning rate.
-
-    Raises:
-        ValueError: a rate that is not positive, or a beta outside [0, 1).
-    """
+    """Adam with step sizes bounded by their own moving average (Ding et al. 2019, Algorithm 1)."""
 
     def __init__(
         self,
@@ -201,6 +175,7 @@ class AdaMod(torch.optim.Optimizer):
                 state["square"].lerp_(weight.grad.square(), 1 - beta2)
                 unbiased = (1 - beta2 ** state["step"]) ** 0.5 / (1 - beta1 ** state["step"])
                 size = group["lr"] * unbiased / (state["square"].sqrt() + group["eps"])
+                # The average starts at 0 and, as in the paper, is not corrected for it.
                 state["size"].lerp_(size, 1 - group["beta3"])
                 if group["weight_decay"]:
                     weight.mul_(1 - group["weight_decay"] * group["lr"])

@@ -12,14 +12,7 @@ from lightning_rob.rules import Rule, random_member
 
 
 def sampling_probabilities(probs: Sequence[float] | Tensor | None, count: int) -> Tensor:
-    """Check the sampling probabilities of `count` members; None means equal ones.
-
-    Returns:
-        [count], normalised to sum to 1.
-
-    Raises:
-        ValueError: wrong in number, negative, or not summing to 1.
-    """
+    """Return the sampling probabilities [count], scaled to sum to 1; None means equal ones."""
     if count < 1:
         raise ValueError("an ensemble needs at least one member")
     values = torch.full((count,), 1 / count) if probs is None else torch.as_tensor(probs).float()
@@ -38,7 +31,6 @@ class Ensemble(Defense):
     Args:
         members: M networks [B, C, H, W] -> [B, K].
         probs: M sampling probabilities, alpha in the ARC paper; None means equal ones.
-        rule: turns the logits of the members into a prediction.
         rejects: class by which members reject an image, if they have one; see `Single`.
     """
 
@@ -71,10 +63,6 @@ class Mixture(Defense):
     Args:
         defenses: the parts; their draws are concatenated.
         probs: probabilities of the parts; None means equal ones.
-        rule: turns the draws of all parts into a prediction.
-
-    Raises:
-        ValueError: probs that are no probabilities, or parts that reject by different classes.
     """
 
     kind = "mixture"
@@ -88,6 +76,7 @@ class Mixture(Defense):
         parts = list(defenses)
         shares = sampling_probabilities(probs, len(parts))
         weights = [share * part.weights.cpu() for share, part in zip(shares, parts, strict=True)]
+        # The parts' logits are concatenated, so that their classes must mean the same.
         rejecting = {part.rejects for part in parts}
         if len(rejecting) > 1:
             raise ValueError(f"the parts of a mixture must reject by one class, got {rejecting}")

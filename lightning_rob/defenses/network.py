@@ -12,12 +12,7 @@ CHANGES_INPUT = "the network changes its input: x = x - mean, not x -= mean"
 
 
 class Preprocessed(nn.Module):
-    """A network behind a function of its images, such as a normalization.
-
-    Args:
-        preprocess: function of images [B, C, H, W].
-        net: the network.
-    """
+    """A network behind a function of its images, such as a normalization."""
 
     def __init__(self, preprocess: Callable[[Tensor], Tensor], net: nn.Module) -> None:
         super().__init__()
@@ -25,28 +20,15 @@ class Preprocessed(nn.Module):
         self.net = net
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute the network's logits [B, K] of the preprocessed images."""
         return network_logits(self.net, self.preprocess(x))
 
 
 def network_logits(net: nn.Module, x: Tensor) -> Tensor:
-    """Compute a network's logits: [B, …] -> [B, K], float32 or better.
-
-    Images are cast to the type of the first floating-point weight or buffer of the network, through
-    which gradients lead back to the images as they were given.
-
-    Args:
-        net: returns logits [B, K], or an object or mapping that has them as `logits`.
-        x: [B, …] images of any floating-point type.
-
-    Raises:
-        TypeError: the network returns something else.
-        ValueError: it returns a tensor that is not [B, K], K >= 2, or not floating point, or it
-            changes its input in place.
-    """
+    """Compute a network's logits, [B, …] -> [B, K], in its own type; float32 or better."""
+    # Preprocessing sees the images as they are given; the network behind it gets its own type.
     given = x if isinstance(net, Preprocessed) else x.to(_dtype(net, x.dtype))
-    counted = not (torch.compiler.is_compiling() or given.is_inference())  # its changes are
-    version = given._version if counted else 0
+    counted = not (torch.compiler.is_compiling() or given.is_inference())
+    version = given._version if counted else 0  # torch's number of changes in place
     logits = logits_in(net(given))
     if counted and given._version != version:
         raise ValueError(CHANGES_INPUT)
@@ -59,7 +41,7 @@ def network_logits(net: nn.Module, x: Tensor) -> Tensor:
 
 
 def logits_in(output: Any) -> Any:
-    """Return the `logits` of a network's output; an output that has none as it is."""
+    """Return the `logits` of a network's output, or the output itself if it has none."""
     if isinstance(output, Tensor):
         return output
     if isinstance(output, Mapping):

@@ -7,47 +7,31 @@ from torch import Tensor, nn
 
 
 class PerImageLayer(nn.Module):
-    """A layer with values of its own for each image of one batch, which sees no other batch.
-
-    `rows` selects the images of the next inputs, [b] positions in that batch; None is all of them.
-    """
+    """A layer with values of its own for each image of one batch, which sees no other batch."""
 
     separable = True  # whether the output of an image is independent of the other images
     rows: Tensor | None = None
 
 
 class PerImageValues(PerImageLayer):
-    """Values of the images of one batch: labels, or features to come near.
-
-    A defense that reads them may be attacked in parts of the batch.
-
-    Args:
-        values: [B, …].
-    """
+    """Values [B, …] of the images of one batch: labels, or features to come near."""
 
     def __init__(self, values: Tensor) -> None:
         super().__init__()
         self.values = values
 
     def forward(self) -> Tensor:
-        """Return the values of the selected images."""
         return self.values if self.rows is None else self.values[self.rows]
 
 
 @contextmanager
 def restricted_to(defense: nn.Module, index: Tensor) -> Iterator[None]:
-    """Restrict a defense that has adapted to a batch to some of its images.
-
-    Inside another such context the positions are relative to the images selected there.
-
-    Args:
-        defense: restored afterwards.
-        index: [b] positions in the batch, of the images that the defense will see.
-    """
+    """Restrict a defense that has adapted to a batch to the images at some positions [b]."""
     layers = [layer for layer in defense.modules() if isinstance(layer, PerImageLayer)]
     before = [layer.rows for layer in layers]
     try:
         for layer, rows in zip(layers, before, strict=True):
+            # Inside another such context the positions are relative to the images selected there.
             layer.rows = index if rows is None else rows[index]
         yield
     finally:

@@ -28,7 +28,6 @@ class RandomTransforms(Defense):
     each transform is applied with its probability p, with its own random parameters.
 
     Args:
-        net: [B, C, H, W] -> [B, K] logits.
         transforms: K transforms, augmentations of Kornia among them, see `FromKornia`; or, as in a
             recipe, their arguments by name: {Affine: {alpha: 0.2}, HorizontalFlip: {p: 0.5}}.
         size: S, the largest number of transforms a copy goes through.
@@ -47,8 +46,6 @@ class RandomTransforms(Defense):
             transform `as_released`.
 
     Raises:
-        ValueError: an unknown or repeated transform, a size or number of draws out of range, an
-            approximation that is missing.
         FileNotFoundError: there is no such folder of approximations, or it lacks one.
     """
 
@@ -113,6 +110,7 @@ class RandomTransforms(Defense):
     ) -> tuple[Tensor, Tensor]:
         draws = draws or self.draws
         copies = self.transformed(x, generator, draws).flatten(0, 1)
+        # In training BatchNorm needs all copies at once, and an exported program has no parts.
         whole = self.net.training or torch.compiler.is_exporting()
         parts = [copies] if whole else torch.split(copies, images_at_once(copies))
         logits = torch.cat([network_logits(self.net, part) for part in parts])
@@ -122,6 +120,7 @@ class RandomTransforms(Defense):
         """Transform images as the network sees them: [B, C, H, W] -> [draws, B, C, H, W]."""
         self._check_gradients(wanted=x.requires_grad and torch.is_grad_enabled())
         copies = x.repeat(draws, 1, 1, 1)
+        # Each copy of an image has a stream of its own.
         generator = generator.split(draws) if isinstance(generator, Streams) else generator
         order = self._orders(copies, len(x), generator)
         if torch.compiler.is_exporting():
@@ -153,11 +152,8 @@ class RandomTransforms(Defense):
         return torch.cat(parts).index_select(0, rows.argsort())
 
     def _masked(self, images: Tensor, order: Tensor, generator: Generator) -> Tensor:
-        """Transform copies [N, C, H, W] by masks, so that all shapes are static (`torch.export`).
-
-        Each transform is applied to every copy in every place, which is more work.
-        """
-        for place in order.unbind(1):
+        """Transform copies [N, C, H, W] by masks: `torch.export` needs static shapes."""
+        for place in order.unbind(1):  # each transform for every copy in every place: more work
             before = images
             for kind in range(len(self.transforms)):
                 noise = generator.fold_in(1 + kind) if isinstance(generator, Streams) else generator
@@ -223,10 +219,7 @@ def random_transforms_in(defense: nn.Module) -> list[RandomTransforms]:
 
 
 def _schedule(orders: Sequence[Sequence[int]], count: int) -> Iterator[tuple[int, list[int]]]:
-    """Yield pairs of a transform and the positions of the orders it is next applied to.
-
-    Orders are [N, S] indices below `count`, -1 for none.
-    """
+    """Yield each transform with the positions of the orders [N, S] that it is next applied to."""
     waiting: list[list[int]] = [[] for _ in range(count)]
     rows = [[kind for kind in reversed(row) if kind >= 0] for row in orders]
     for copy, row in enumerate(rows):

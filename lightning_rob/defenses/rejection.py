@@ -15,13 +15,7 @@ class AcceptedClasses(Defense):
     """The K classes that a defense accepts, with rejection counted as the label.
 
     A wrong class has the largest logit here where the defense accepts and is wrong. The label's
-    logit is the larger one of its own and of rejection's. Where a rule abstains although a wrong
-    class leads, the label's logit is raised above that class: by less, the farther the class leads,
-    so that an attack still sees which way to go.
-
-    Args:
-        defense: the defense.
-        labels: label of all images, or of each image, among the K accepted classes.
+    logit is the larger one of its own and of rejection's.
     """
 
     def __init__(self, defense: Defense, labels: int | PerImageValues) -> None:
@@ -121,13 +115,14 @@ class AcceptedClasses(Defense):
         label = accepted.gather(-1, index)
         if self.defense.rejects is not None:
             place = self.defense.rejects
+            # Averaged probabilities of label and rejection add up; else the larger logit decides.
             pooled = self.rule is mean_probs and len(logits) > 1
             join = torch.logaddexp if pooled else torch.maximum
             label = join(label, logits[..., place : place + 1])
         if abstains(self.defense.rule):
             # Where the largest wrong class leads the label's own logit by g, the raised one leads
             # it by 1 / (1 + g), and by 1 - g where it does not: the margin stays negative, and
-            # rises as g does. The gradient is that of the label.
+            # rises as g does. The gradient stays the label's.
             top = accepted.scatter(-1, index, -torch.inf).amax(-1, keepdim=True)
             gap = top - label
             lead = torch.where(gap > 0, 1 / (1 + gap.clamp_min(0)), 1 - gap)
@@ -146,12 +141,7 @@ def behind_labels(defense: Defense) -> Defense | None:
 
 
 class _OfAcceptedClasses(nn.Module):
-    """A network whose logits are seen as those of the accepted classes.
-
-    Args:
-        net: [B, C, H, W] -> [B, K + 1] logits, or [B, K] of a rule that abstains.
-        seen: function of the logits of draws and their weights.
-    """
+    """A network whose logits are seen as those of the accepted classes."""
 
     def __init__(self, net: nn.Module, seen: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()

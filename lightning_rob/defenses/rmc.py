@@ -130,7 +130,6 @@ class RMC(Transductive):
         self.moments: dict[str, Any] | None = None
 
     def fit_to_batch(self, x: Tensor, generator: torch.Generator) -> Self:
-        """Return the defense with a network trained on the neighbours of images [B, C, H, W]."""
         images = self.store.build(self.net, self.source, x.device, self.progress)
         query = features(self.net, x, self.store.layer)
         found = nearest(images.features, query, self.neighbours).cpu()
@@ -138,12 +137,8 @@ class RMC(Transductive):
         return self._trained(images, train, held_out, x.device, generator)
 
     def after_batch(self, generator: Generator = None) -> Self:
-        """Return the defense that starts the next batch, calibrated if it is stateful.
-
-        Args:
-            generator: the defender's private randomness.
-        """
         if not self.stateful:
+            # Without a state each batch starts from the static model.
             return self.copy_with(adapted=None, moments=None)
         if not self.calibrate:
             return self
@@ -152,6 +147,7 @@ class RMC(Transductive):
         private = generator_from(torch.zeros(count, device=device), generator)
         with learning(private, device):
             # The first len(source) images of D' are the clean ones.
+            # With replacement, for the source may have fewer images than are drawn.
             drawn = torch.randint(len(self.source), (self.neighbours,), generator=private)
             held_out = math.ceil(CALIBRATION_HELD_OUT * self.neighbours)
             images = self.store.build(self.net, self.source, device, self.progress)
@@ -198,15 +194,8 @@ def stops(
 
 
 def split(found: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Split neighbours into training and validation; some of each image's nearest validate.
-
-    Args:
-        found: [B, K] positions, nearest first.
-        generator: source of the draw.
-
-    Returns:
-        Distinct positions [T] and [V]; for B = 1 there are K in all.
-    """
+    """Split neighbours [B, K], nearest first, into positions [T] to train and [V] to validate."""
+    # An image that is near to one test image may validate, however far it is from others.
     near = torch.unique(found[:, : int(NEAREST * found.shape[1])])
     others = torch.unique(found)
     others = others[~torch.isin(others, near)]
@@ -217,13 +206,11 @@ def split(found: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def set_memory_format(net: nn.Module, x: Tensor) -> None:
-    """Change a network, in place, to the memory format in which a CPU trains fastest.
-
-    It saves 10 to 30 % of the time with convolutions and changes rounding only. A network that
-    views its activations, as some images x [B, C, H, W] show, keeps the contiguous format.
-    """
+    """Change a network, in place, to the memory format in which a CPU trains fastest."""
     if x.device.type != "cpu":
         return
+    # It saves 10 to 30 % of the time with convolutions and changes rounding only. A network that
+    # views its activations fails in it.
     try:
         network_logits(net.eval().to(memory_format=torch.channels_last), x)
     except RuntimeError:
@@ -239,7 +226,7 @@ def train_epoch(
 ) -> float:
     """Take a step on each batch of images [N, C, H, W] and labels [N]; return the mean loss."""
     net.train()
-    total = torch.zeros((), device=x.device)
+    total = torch.zeros((), device=x.device)  # read once an epoch: each look waits for a GPU
     for index in order:
         optimizer.zero_grad()
         loss = cross_entropy(network_logits(net, x[index]), y[index])
@@ -260,16 +247,7 @@ def mean_loss(net: nn.Module, x: Tensor, y: Tensor, size: int) -> float:
 
 @torch.no_grad()
 def nearest(features: Tensor, query: Tensor, count: int) -> Tensor:
-    """Find the nearest rows by Euclidean distance, nearest first; ties in the order of the rows.
-
-    Args:
-        features: [N, F], perhaps mapped from a file: read in chunks.
-        query: [B, F]; distances are computed on its device.
-        count: K, the number of rows to find.
-
-    Returns:
-        [B, K] positions.
-    """
+    """Return the nearest rows [B, count] of features [N, F] to a query [B, F], nearest first."""
     if not 1 <= count <= len(features):
         raise ValueError(f"cannot have {count} nearest neighbours among {len(features)} images")
     best = query.new_empty(len(query), 0)
@@ -287,16 +265,7 @@ def nearest(features: Tensor, query: Tensor, count: int) -> Tensor:
 
 @torch.no_grad()
 def features(net: nn.Module, x: Tensor, layer: str | None = None) -> Tensor:
-    """Compute the input of a network's last linear layer, in evaluation mode.
-
-    Args:
-        net: network, whose modes are restored.
-        x: [B, C, H, W] images in [0, 1].
-        layer: name of another module whose input is wanted.
-
-    Returns:
-        [B, F] float32.
-    """
+    """Return the input [B, F] of a network's last linear layer, or of `layer`, in eval mode."""
     inputs: list[Tensor] = []
 
     def record(module: nn.Module, given: tuple[Tensor, ...]) -> None:
@@ -323,17 +292,11 @@ def features(net: nn.Module, x: Tensor, layer: str | None = None) -> Tensor:
 
 @dataclass(frozen=True)
 class FeatureSet:
-    """Labelled images with their features, on the CPU, mapped from files; see `FeatureStore`.
+    """Labelled images with their features, on the CPU, mapped from files; see `FeatureStore`."""
 
-    Args:
-        x: [N, C, H, W] float32 in [0, 1].
-        y: [N] int64.
-        features: [N, F] float32.
-    """
-
-    x: Tensor
-    y: Tensor
-    features: Tensor
+    x: Tensor  # [N, C, H, W] float32 in [0, 1]
+    y: Tensor  # [N] int64
+    features: Tensor  # [N, F] float32
 
     def __len__(self) -> int:
         return len(self.y)
@@ -369,17 +332,8 @@ class FeatureStore:
         device: torch.device,
         progress: Progress = progress_bar,
     ) -> FeatureSet:
-        """Return the images and features for a network; its modes and weights are not changed.
-
-        Args:
-            net: [B, C, H, W] -> [B, K], the static model.
-            source: N labelled images.
-            device: of the network.
-            progress: see `Transductive`.
-
-        Returns:
-            (copies + 1) * N images, of which the first N are not attacked.
-        """
+        """Return (copies + 1) * N images with features for a network; the first N are clean."""
+        # By the content of the weights, for another object may have the same ones.
         network = fingerprint(net)
         if self._last is None or self._last[0] is not source or self._last[1] != network:
             self._last = None  # frees the mapped files before others are written
@@ -431,6 +385,7 @@ class FeatureStore:
         batches = torch.split(torch.arange(len(source)), BATCH)
         todo = [(turn, index) for turn in range(self.copies + 1) for index in batches]
         for turn, index in progress(todo, "RMC's training set", None):
+            # Keyed by turn and position: the same files in every process.
             generator = torch.Generator().manual_seed(derive_seed(self.seed, turn, int(index[0])))
             with seeded_global_rng(generator, device):
                 x, y = source.gather(index, self.augment)

@@ -38,8 +38,6 @@ class TADV(Retraining):
         epochs: passes over the source; the paper has 100 for MNIST and 110 for CIFAR-10.
         fraction: fraction of each batch that is attacked, its last images; also their weight.
         optimizer: parameters -> optimizer; the default is the paper's for MNIST, Adam of rate 1e-3.
-        lr_scheduler: see `Retraining`.
-        augment: see `Retraining`.
         use_batch: learn from the test batch too.
 
     Raises:
@@ -103,18 +101,7 @@ def half_adversarial(
     fraction: float = 0.5,
     generator: Generator = None,
 ) -> Tensor:
-    """Compute (1 - fraction) * CE of the first images + fraction * CE of the last ones, attacked.
-
-    A part without images counts for zero.
-
-    Args:
-        defense: of one draw, in train mode; the attack sees it in eval mode.
-        x: [B, C, H, W] images in [0, 1].
-        y: [B] labels.
-        attack: makes the adversarial images.
-        fraction: fraction of the images that are attacked, and their weight.
-        generator: randomness of the attack; `Streams` of B images.
-    """
+    """Compute (1 - fraction) * CE of the first images + fraction * CE of the others, attacked."""
     # Half of an odd number is rounded up for the attack.
     clean = math.ceil((1 - fraction) * len(x) - 0.5)
     if isinstance(generator, Streams):
@@ -131,19 +118,9 @@ def half_adversarial(
 def smoothness(
     net: nn.Module, x: Tensor, attack: TrainingAttack, generator: Generator = None
 ) -> Tensor:
-    """Compute how far an attack moves the predictions on unlabelled images, by KL divergence.
-
-    UAT-OT of Uesato et al. 2019: the mean KL(prediction on x || prediction on x_adv), where the
-    current network predicts x in eval mode. The attack is on the class that it predicts; the
-    paper's maximises the divergence.
-
-    Args:
-        net: [B, C, H, W] -> [B, K] logits, in train mode as a whole.
-        x: [B, C, H, W] images in [0, 1].
-        attack: makes adversarial images.
-        generator: randomness of the attack.
-    """
+    """Compute the mean KL(prediction on x || prediction on x_adv): UAT-OT of Uesato et al. 2019."""
     with torch.no_grad():
+        # The attack is on the predicted class, where the paper's maximises the divergence.
         target = network_logits(net.eval(), x).softmax(-1)
     net.train()
     x_adv = attack(Single(net), x, target.argmax(-1), generator)

@@ -26,15 +26,7 @@ Progress = Callable[[Iterable[Any], str, int | None], Iterable[Any]]
 
 
 class Source:
-    """Labelled images that a defense learns from, selected by position.
-
-    Args:
-        data: (x [N, C, H, W] in [0, 1], y [N]), or a data set of items (x, y, …).
-
-    Raises:
-        TypeError: neither.
-        ValueError: no images, images and labels that differ in number, images beyond [0, 1].
-    """
+    """Labelled images by position: (x [N, C, H, W] in [0, 1], y [N]) or a data set of (x, y, …)."""
 
     def __init__(self, data: "SourceData | Source") -> None:
         self.data: Any = data.data if isinstance(data, Source) else data
@@ -59,15 +51,7 @@ class Source:
         return len(self.data[0] if isinstance(self.data, tuple) else self.data)
 
     def gather(self, index: Tensor, augment: Sequence[Augment] = ()) -> tuple[Tensor, Tensor]:
-        """Return the images at the given positions.
-
-        Args:
-            index: [B] positions.
-            augment: applied to each image [C, H, W], drawing from torch's global stream.
-
-        Returns:
-            [B, C, H, W] and [B].
-        """
+        """Return images [B, C, H, W], each augmented, and labels [B] at positions [B]."""
         if isinstance(self.data, tuple):
             x, y = (part[index.to(part.device)] for part in self.data)
         else:
@@ -126,6 +110,7 @@ class Transductive(Defense):
     @property
     def source(self) -> Source:
         """The labelled images; ValueError if there are none."""
+        # Not at creation: an evaluation gives the training images later.
         if self.source_data is None:
             raise ValueError(
                 f"{type(self).__name__} learns from labelled images: give it source=(x, y)"
@@ -148,22 +133,13 @@ class Transductive(Defense):
         return network_logits(self.adapted or self.net, x).unsqueeze(0)
 
     def adapt(self, x: Tensor, generator: Generator = None) -> Self:
-        """Return the defense with a network fitted to x; it shares everything else with this one.
-
-        Args:
-            x: [B, C, H, W] images in [0, 1], the unlabelled test batch.
-            generator: the defender's private randomness.
-        """
         private = generator_from(x, generator)
         with learning(private, x.device):
             return self.fit_to_batch(x.detach().clone(), private)
 
     @abstractmethod
     def fit_to_batch(self, x: Tensor, generator: torch.Generator) -> Self:
-        """Adapt to images [B, C, H, W], with gradients of the weights enabled.
-
-        The generator is the defender's; torch's global streams are seeded from it too.
-        """
+        """Return the defense adapted to images [B, C, H, W]; called with gradients enabled."""
 
     def copy_with(self, **changed: Any) -> Self:
         """Return this defense with some attributes replaced and all others shared."""
@@ -177,13 +153,7 @@ class Transductive(Defense):
 
 
 class Retraining(Transductive):
-    """A defense whose network is drawn and trained anew for each test batch.
-
-    Args:
-        net: the static model, and the architecture to be trained.
-        lr_scheduler: optimizer -> schedule, stepped once an epoch; None keeps the rate.
-        augment: applied to a training image [C, H, W], see `Source.gather`.
-    """
+    """A defense whose network is drawn and trained anew for each test batch."""
 
     def __init__(
         self,
@@ -205,7 +175,6 @@ class Retraining(Transductive):
         self.augment = augment
 
     def fit_to_batch(self, x: Tensor, generator: torch.Generator) -> Self:
-        """Return the defense with a network that is drawn and trained by the generator."""
         net = reinitialized(self.net, generator).train()
         optimizer = self.optimizer(net.parameters())
         schedule = self.lr_scheduler and self.lr_scheduler(optimizer)
@@ -226,12 +195,7 @@ class Retraining(Transductive):
 
 
 def give_source(defense: nn.Module, labelled: Callable[[], SourceData | None]) -> None:
-    """Give labelled images to the parts of a defense that need them and have none yet.
-
-    Args:
-        defense: the defense; defenses inside it are found too.
-        labelled: returns the labelled images, None if there are none; called only if needed.
-    """
+    """Give labelled images to the parts of a defense that need them and have none yet."""
     for part in defense.modules():
         if isinstance(part, Transductive) and part.needs_source and part.source_data is None:
             data = labelled()
@@ -247,12 +211,7 @@ def give_source(defense: nn.Module, labelled: Callable[[], SourceData | None]) -
 def reporting_adaptation(
     defense: nn.Module, report: Callable[[str], None] | None
 ) -> Iterator[None]:
-    """Report the steps of adaptations as texts such as "DANN 3/100", for this context only.
-
-    Args:
-        defense: all defenses in it that adapt, and those they adapt into, report.
-        report: takes the text; None keeps the progress bars.
-    """
+    """Report the steps of adaptations as texts such as "DANN 3/100"; None keeps the bars."""
 
     def reported(steps: Iterable[T], name: str, total: int | None = None) -> Iterator[T]:
         assert report is not None
@@ -304,17 +263,7 @@ class LocalBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def reinitialized(net: nn.Module, generator: torch.Generator) -> nn.Module:
-    """Return a copy of a network with all weights drawn anew by its modules' `reset_parameters`.
-
-    BatchNorm forgets its statistics.
-
-    Args:
-        net: network, which is not changed.
-        generator: source of the weights; torch's global streams are restored.
-
-    Raises:
-        TypeError: some weights are drawn by no `reset_parameters`.
-    """
+    """Return a copy of a network with all weights drawn anew by its modules' `reset_parameters`."""
     fresh = trainable(net)
     weights = dict(fresh.named_parameters())
     device = next(iter(weights.values()), torch.zeros(0)).device

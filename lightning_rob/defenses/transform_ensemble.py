@@ -32,11 +32,6 @@ class TransformEnsemble(Defense):
             has changed.
         transforms: M names of `lightning_rob.transforms.pool`, or words for several of them, see
             `chosen`; or transformations by name.
-        rule: turns the votes of the members into a prediction.
-
-    Raises:
-        ValueError: an unknown name, or the number of transformations differs from that of members.
-        TypeError: a member is a defense.
     """
 
     kind = "transform_ensemble"
@@ -62,15 +57,10 @@ class TransformEnsemble(Defense):
 
     @property
     def names(self) -> list[str]:
-        """Names of the transformations, in the members' order."""
         return list(self.transforms)
 
     def place(self, name: str | int) -> int:
-        """Return the index of the member behind a transformation of this name, or of this index.
-
-        Raises:
-            ValueError: there is no such member.
-        """
+        """Return the index of the member behind a transformation of this name, or of this index."""
         if isinstance(name, int):
             if not 0 <= name < len(self.members):
                 raise ValueError(f"member must be 0 … {len(self.members) - 1}, got {name}")
@@ -108,6 +98,7 @@ class TransformEnsemble(Defense):
     @property
     def classifiers(self) -> list[nn.Module]:
         """The members, each behind its transformation; TypeError if a transformation is random."""
+        # A transformation is random if it draws parameters, for any image.
         probe = torch.zeros(1, 1, 8, 8)
         for name, transform in self.transforms.items():
             if transform.sample(probe, torch.Generator()):
@@ -134,5 +125,6 @@ def is_transform_ensemble(defense: nn.Module) -> TypeGuard[TransformEnsemble]:
 def transformed(transform: Transform, name: str, x: Tensor, generator: Generator = None) -> Tensor:
     """Transform images [B, C, H, W]; the randomness is keyed by the transformation's name."""
     if isinstance(generator, Streams):
+        # By its name and not its place, a member draws the same in every ensemble.
         generator = generator.fold_in(derive_seed(*name.encode()))
     return transform(x, *transform.sample(x, generator))

@@ -69,7 +69,6 @@ class URejectron(Transductive):
 
     @property
     def foldable_networks(self) -> list[nn.Module]:
-        """The classifier, which is never copied."""
         return [self.net]
 
     def forward(self, x: Tensor, generator: Generator = None) -> Tensor:
@@ -80,20 +79,16 @@ class URejectron(Transductive):
         return predictions * (self.scores(x) <= self.tau)[:, None]
 
     def scores(self, x: Tensor) -> Tensor:
-        """Compute the probability [B] that images [B, C, H, W] are test images.
-
-        Raises:
-            RuntimeError: the defense has not adapted to a batch yet.
-        """
+        """Compute the probability [B] that images [B, C, H, W] are test images."""
         if self.trained_discriminator is None:
             raise RuntimeError("URejectron has no discriminator before it has adapted to a batch")
         logits: Tensor = self.trained_discriminator(x)
         return logits.softmax(1)[:, TEST]
 
     def fit_to_batch(self, x: Tensor, generator: torch.Generator) -> Self:
-        """Return the defense with a discriminator of the training images against x [B, C, H, W]."""
         net = (self.discriminator or (lambda: SmallCNN(2, x.shape[1])))().to(x)
         source = self.source
+        # Drawn anew by each `adapt`, from the defender's private randomness.
         chosen = torch.randperm(len(source), generator=generator)[: self.source_size]
         optimizer = self.optimizer(net.train().parameters())
         for _ in self.progress(range(self.epochs), "URejectron", self.epochs):
@@ -107,6 +102,7 @@ class URejectron(Transductive):
                     raise ValueError(
                         f"discriminator must give logits [B, 2], got {list(logits.shape)}"
                     )
+                # Labels sorted as the images are put together: training images first.
                 loss = cross_entropy(logits, is_test.sort().values.long().to(x.device))
                 optimizer.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]

@@ -51,11 +51,7 @@ class CheckTarget:
 
 
 class CheckBatch:
-    """A batch of images [B, C, H, W], predicted and differentiated on demand.
-
-    Noise is keyed by the images' indices [B], or by their positions. Slopes are compared with
-    differences in at least `directions` directions.
-    """
+    """A batch of images [B, C, H, W], predicted and differentiated on demand."""
 
     def __init__(
         self,
@@ -66,7 +62,7 @@ class CheckBatch:
         directions: int = DIRECTIONS,
     ) -> None:
         self.target = target
-        self.directions = directions
+        self.directions = directions  # in which slopes are compared with differences, at least
         self.x, self.y = x.detach().clone(), y  # a network may write to them
         self.index = torch.arange(len(x), device=x.device) if index is None else index
         self.near: Tensor | None = None  # the column `slope_near`, once it is measured
@@ -79,6 +75,7 @@ class CheckBatch:
     def drawn(self, key: str = "", rows: slice = slice(None)) -> Iterator[Streams]:
         """Yield the source of randomness of a part of the batch; seed torch's own streams by it."""
         noise = self.noise(key)[torch.arange(len(self.x), device=self.x.device)[rows]]
+        # A network that draws from torch's global stream sees the same noise at every call too.
         own = torch.Generator().manual_seed(derive_seed(noise.batch_key, *noise.keys.tolist()))
         with seeded_global_rng(own, self.x.device):
             yield noise

@@ -57,8 +57,8 @@ def condition(
 ) -> Check:
     """Return the check that a measured condition holds for few images.
 
-    Otherwise its finding is the text, with the number of "{images}". `few` is the severity where it
-    holds for some images, but not for many; below the share `least` of images many are fine too.
+    The text of its finding has their number as "{images}". `few` is the severity where it holds for
+    some images, but not for many. Below the share `least` of the images it is fine in any case.
     """
 
     def check(target: CheckTarget, columns: Columns) -> Finding:
@@ -176,6 +176,7 @@ def itself(target: CheckTarget, columns: Columns) -> Finding:
     if not found.any():
         return Finding("fine", "Predicting leaves the network as it is.", values=means(found=found))
     names, defense = sorted(target.changed), target.defense
+    # Changed weights or buffers change predictions; another attribute may be a mere counter.
     tensors = dict([*defense.named_parameters(), *defense.named_buffers()])
     return Finding(
         "severe" if tensors.keys() & set(names) else "warning",
@@ -301,6 +302,7 @@ def slope(target: CheckTarget, columns: Columns) -> Finding:
         return not_checked(reason)
     if not images:
         return not_checked("no gradient that is finite and not zero")
+    # Where logits are rounded, differences over a small width say little.
     severity: Severity = "warning" if many(columns["is_constant"]) else "severe"  # rounding
     if mean(columns["slope_networks"]) >= LEAST_CORRELATION:
         severity = "note"  # the gradients of transforms may be estimates
@@ -372,10 +374,7 @@ def checked(
     checks: Sequence[Check] = CHECKS,
     directions: int = DIRECTIONS,
 ) -> list[Finding]:
-    """Return what checks find of a defense on a few images, the most severe first.
-
-    See `CheckBatch` for the arguments.
-    """
+    """Return what checks find of a defense on a few images, the most severe first."""
     columns = LazyColumns(CheckBatch(target, x, y, index, directions))
     return by_severity(made(check, target, columns) for check in checks)
 

@@ -76,10 +76,7 @@ def _differ(a: Tensor, b: Tensor, rounding: float = ROUNDING) -> Tensor:
 
 
 def depends_on_batch(batch: CheckBatch) -> Tensor:
-    """Return 1 for images [B] whose logits are others in a part of the batch, 2 for other classes.
-
-    NaN for a defense that adapts to the batch, and for one image.
-    """
+    """Return 1 for images [B] whose logits differ in a part of the batch, 2 for other classes."""
     if batch.target.transductive or len(batch.x) < 2:
         return batch.unknown()
     # One image alone shows statistics of the batch best.
@@ -105,6 +102,7 @@ def changes_itself(batch: CheckBatch) -> Tensor:
         return batch.unknown()
     copied, half = working_copy(original(batch.target.defense)), (len(batch.x) + 1) // 2
     with evaluating(copied), torch.no_grad():
+        # Twice, so that what the first forward only sets up is no change.
         for rows in (slice(half), slice(half, None)):
             keep_changes(copied)  # a constant that a first forward stores changes nothing
             with batch.drawn(rows=rows) as noise:
@@ -153,10 +151,7 @@ def of_gradients(test: Callable[[Tensor, Tensor], Tensor]) -> Measure:
 
 
 def slope_near(batch: CheckBatch) -> Tensor:
-    """Return the correlation [B] of the gradient with differences over 1e-3 of the range.
-
-    In double precision where single precision does not show that they agree.
-    """
+    """Return the correlation [B] of the gradient with differences over 1e-3 of the range."""
     part = batch.target.differentiable_part
     batch.near = batch.unknown()
     if batch.target.transductive or part is None:
@@ -193,10 +188,7 @@ def slope_networks(batch: CheckBatch) -> Tensor:
 def in_double(
     batch: CheckBatch, measure: Callable[[Defense, Tensor], Tensor], defense: Defense | None = None
 ) -> Tensor:
-    """Measure [B] a defense on the images, in double precision where the defense allows it.
-
-    None is the part of the target that has a gradient.
-    """
+    """Measure [B] a defense in double precision, in single where it takes no other."""
     defense = defense or batch.target.differentiable_part
     if batch.target.transductive or defense is None or not batch.differentiable:
         return batch.unknown()
@@ -225,10 +217,7 @@ def _margin_gradient(batch: CheckBatch, defense: Defense, x: Tensor) -> Tensor:
 
 
 def _agreement(batch: CheckBatch, width: float, defense: Defense, x: Tensor) -> Tensor:
-    """Return the cosine [B] of slopes and central differences along random corners.
-
-    NaN for images with a zero gradient or non-finite logits: other checks are about them.
-    """
+    """Return the cosine [B] of slopes and central differences along random corners, or NaN."""
     low, high = batch.target.bounds
     side = high - low
     inside = x.detach().clamp(low + FAR * side, high - FAR * side)  # room on both sides
@@ -249,14 +238,11 @@ def _agreement(batch: CheckBatch, width: float, defense: Defense, x: Tensor) -> 
     both = (torch.stack(vectors, 1).double() for vectors in (slopes, differences))
     a, b = (v / v.abs().amax(1, keepdim=True).clamp_min(1e-300) for v in both)
     cosine: Tensor = (a * b).sum(1) / (a.norm(dim=1) * b.norm(dim=1)).clamp_min(1e-300)
-    return cosine.masked_fill(unknown, torch.nan)
+    return cosine.masked_fill(unknown, torch.nan)  # other checks are about these images
 
 
 def hidden_pixels(batch: CheckBatch) -> Tensor:
-    """Return the share [B] of pixels at a bound that have a gradient just inside, but none there.
-
-    The larger of both bounds' shares; NaN for images with fewer than ten pixels with a slope.
-    """
+    """Return the share [B] of pixels at a bound that have a gradient just inside, not there."""
     part = batch.target.differentiable_part
     if batch.target.transductive or part is None or not batch.differentiable:
         return batch.unknown()
@@ -297,6 +283,7 @@ def _hidden_pixels(batch: CheckBatch, defense: Defense, x: Tensor) -> Tensor:
         count = pixels.flatten(1).sum(1)
         share = (lost & kept & pixels).flatten(1).sum(1) / count
         shares.append(share.double().masked_fill(count < FEWEST_PIXELS, torch.nan))
+    # The larger share of both bounds; NaN for images with few such pixels.
     return torch.fmax(*shares).masked_fill(batch.nonfinite, torch.nan)
 
 

@@ -88,14 +88,12 @@ def evaluate(
             attacks go through its gradient.
         resume: a folder; an evaluation that was killed continues from the images it has there.
         checks: check the defense on the first images, which costs a few passes.
-        progress: show a progress bar.
 
     Returns:
         The scores, image by image, with accuracies, intervals and comparisons, and `findings`: what
         makes an accuracy suspicious. Each that is severe or a warning is a `FindingWarning` too.
 
     Raises:
-        TypeError: the model is no module.
         ValueError: no attacks, a count below 1, or images of equal index.
     """
     check_names(attacks)
@@ -134,18 +132,14 @@ def evaluate(
         raise ValueError("there are no images to evaluate: the batches are empty")
     found = evaluator.result()
     check_indices(found, count)
+    # A log that stays would be taken for that of an interrupted evaluation.
     store.delete()
     warn_of(found.findings)
     return found
 
 
 def as_defense(model: nn.Module, preprocess: Callable[[Tensor], Tensor] | None = None) -> Defense:
-    """Return a model as a defense: itself, its `defense`, or the network in `Single`.
-
-    Raises:
-        TypeError: the model is no module.
-        ValueError: `preprocess` for a defense, whose networks normalize inside themselves.
-    """
+    """Return a model as a defense: itself, its `defense`, or the network in `Single`."""
     own = getattr(model, "defense", None)
     for candidate in (model, own):
         if isinstance(candidate, Defense):
@@ -160,6 +154,7 @@ def as_defense(model: nn.Module, preprocess: Callable[[Tensor], Tensor] | None =
             return candidate
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module or a Defense, got {type(model).__name__}")
+    # Its buffers, such as a mean, have to be where the network is.
     if isinstance(preprocess, nn.Module):
         preprocess.to(device_of(model))
     return Single(model if preprocess is None else Preprocessed(preprocess, model))
@@ -168,11 +163,7 @@ def as_defense(model: nn.Module, preprocess: Callable[[Tensor], Tensor] | None =
 def _resume_key(
     defense: Defense, attacks: Mapping[str, Attack], size: int | None, details: Mapping[str, Any]
 ) -> str:
-    """Return a name for everything that the scores depend on, beside the images.
-
-    Raises:
-        ValueError: the defense keeps a state, which no folder has.
-    """
+    """Return a name for everything that the scores depend on, beside the images."""
     if size is not None and defense.stateful:
         raise ValueError("resume is not for a defense that keeps its state: run it in one go")
     return cache_key(

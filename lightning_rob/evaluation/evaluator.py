@@ -50,22 +50,7 @@ CHECKED_ATTACKED = 50  # attacked images of it on which the slope is checked aga
 
 @dataclass(frozen=True)
 class EvaluationSettings:
-    """Settings on which scores depend, beside defense, attacks and images; see `evaluate`.
-
-    Args:
-        seed: seed of all noise: random starts, the defense's draws, the choice of `max_images`.
-        repeats: attacks of each image with fresh noise; the scores are averaged.
-        inferences: predictions of each image, clean or perturbed once.
-        private_draws: defenders, each with private randomness of its own, that adapt to the same
-            perturbed batch.
-        max_images: number of attacked images, a random choice by the seed; None attacks all.
-        group_size: images that are attacked together; other sizes may round otherwise.
-        protocol: rounds in which a defense that adapts is attacked; None is `RoundProtocol()` for
-            such a defense, and groups for any other.
-
-    Raises:
-        ValueError: a count below 1.
-    """
+    """Settings on which scores depend, beside defense, attacks and images; see `evaluate`."""
 
     seed: int = 0
     repeats: int = 1
@@ -73,7 +58,7 @@ class EvaluationSettings:
     private_draws: int = 1
     max_images: int | None = None
     group_size: int = GROUP_SIZE
-    protocol: RoundProtocol | None = None
+    protocol: RoundProtocol | None = None  # None: rounds where the defense adapts, else groups
 
     def __post_init__(self) -> None:
         counts = ("repeats", "inferences", "private_draws", "max_images", "group_size")
@@ -91,11 +76,7 @@ class EvaluationSettings:
         return self.inferences * self.private_draws
 
     def protocol_for(self, defense: Defense) -> RoundProtocol | None:
-        """Return the rounds in which this defense is attacked; None if in canonical groups.
-
-        Raises:
-            ValueError: several private draws of a defense that does not adapt.
-        """
+        """Return the rounds in which this defense is attacked; None if in canonical groups."""
         if self.private_draws > 1 and not defense.transductive:
             raise ValueError(
                 f"private_draws is for defenses that adapt, {type(defense).__name__} does not: "
@@ -117,6 +98,7 @@ def check_names(attacks: Mapping[str, Attack]) -> None:
         if not isinstance(attack, Attack):
             raise TypeError(f"attack {name!r} must be such as PGD(…), got {attack!r}")
         threat = attack.threat
+        # The usual slip: 8 in place of 8/255.
         span = threat.bounds[1] - threat.bounds[0]
         if threat.p == math.inf and not threat.relative and threat.eps > span:
             raise ValueError(
@@ -127,6 +109,7 @@ def check_names(attacks: Mapping[str, Attack]) -> None:
         raise ValueError("attacks must name at least one attack, got an empty dict")
     if joined := [name for name in attacks if "+" in name or "/" in name]:
         raise ValueError(f"an attack's name is part of a file's: {joined[0]!r} has a + or a /")
+    # Columns of the CSV file have the attacks' names, with such endings.
     columns = "|".join(re.escape(name) for name in (CLEAN, *attacks))
     taken = re.compile(
         rf"{'|'.join(RESERVED)}|({columns})_(prediction|size|rejected|blind|inference_\d+)"
@@ -144,34 +127,22 @@ def require_packages(attacks: Iterable[Attack]) -> None:
 
 @dataclass(frozen=True)
 class AttackedBatch:
-    """One batch under one attack, for progress bars, panels and saved images.
+    """One batch under one attack, for progress bars, panels and saved images."""
 
-    Args:
-        name: name of the attack.
-        index: [B] the images' indices.
-        x: [B, C, H, W] clean images.
-        y: [B] labels.
-        x_adv: [B, C, H, W] perturbed images; None where the scores are of an earlier run, as below.
-        before: [B, K] probabilities on the clean images.
-        after: [B, K] probabilities on the perturbed images.
-    """
-
-    name: str
-    index: Tensor
-    x: Tensor
-    y: Tensor
-    x_adv: Tensor | None = None
-    before: Tensor | None = None
-    after: Tensor | None = None
+    name: str  # of the attack
+    index: Tensor  # [B] the images' indices
+    x: Tensor  # [B, C, H, W] clean images
+    y: Tensor  # [B] labels
+    # None where the scores are of an earlier run:
+    x_adv: Tensor | None = None  # [B, C, H, W] perturbed images
+    before: Tensor | None = None  # [B, K] probabilities on the clean images
+    after: Tensor | None = None  # [B, K] probabilities on the perturbed images
 
 
 class Evaluator:
     """Scores batches under every attack; one evaluation of one defense.
 
     Args:
-        defense: defense under attack; its weights and modes are left as they are.
-        attacks: name -> attack.
-        settings: seed, repeats and the like.
         store: place of the scores; None keeps them in memory.
         attacked: function that is called after each attack on each batch.
         details: other fields of the records.
@@ -221,8 +192,6 @@ class Evaluator:
         """Score a canonical group of images, or a round, clean and under every attack.
 
         Args:
-            x: [B, C, H, W] images.
-            y: [B] labels.
             index: [B] the images' indices, by which all noise is keyed.
             keep: keep the scores; otherwise only try that every attack runs.
 
@@ -306,6 +275,7 @@ class Evaluator:
             some = slice(TRIED)
             found = checked(target, x[some], y[some], index[some], (randomness,))
             self.random = self.random or found[0].flagged
+            # The slope again, for a network may tamper with gradients of perturbed images only.
             rows = _spread(x, CHECKED_ATTACKED)
             found += checked(target, x[rows], y[rows], index[rows], (slope,), directions=2)
             known = {finding.name for finding in self.findings}
@@ -363,6 +333,7 @@ class Evaluator:
             noted.append(Finding("note", text, values=values, name="recovered"))
         random, distributed = self.random, torch.distributed
         if distributed.is_available() and distributed.is_initialized():
+            # Each process has seen a part of the images; one that varies is enough.
             held = torch.tensor(float(random), device=device_of(self.defense))
             distributed.all_reduce(held, distributed.ReduceOp.MAX)
             random = bool(held)
@@ -388,14 +359,12 @@ def _spread(x: Tensor, count: int) -> Tensor:
 
 
 def check_predictions(defense: Defense, predictions: Tensor, y: Tensor) -> None:
-    """Raise ValueError for labels [B] that no prediction [R, B, K] can be, or unknown rejections.
-
-    Rows of zeros of the rules of `lightning_rob.rules` are logits that are not finite.
-    """
+    """Raise ValueError for labels [B] that are no class of [R, B, K], or undeclared rejections."""
     check_classes(predictions.shape[-1])
     check_labels(y, predictions.shape[-1])
     if defense.rejects is not None:
         check_none_rejected(y, defense.rejects)
+    # A row of zeros of these rules stands for logits that are not finite.
     known = defense.rule in (*VOTING_RULES.values(), top2_majority_as_released)
     if not (known or defense.abstains) and bool((predictions == 0).all(-1).any()):
         name = getattr(defense.rule, "__name__", repr(defense.rule))

@@ -17,13 +17,9 @@ Columns = Mapping[str, Tensor]  # per image [N]: a score in [0, 1], or 1 where a
 
 @dataclass(frozen=True)
 class Finding:
-    """The outcome of the check `name`: a finding in plain words, its remedy and measurements.
+    """The outcome of the check `name`: a finding in plain words, its remedy and measurements."""
 
-    It is "severe" where an accuracy measured here cannot be trusted, a "warning" to look at it, a
-    "note" of interest, or that nothing was checked, or "fine".
-    """
-
-    severity: Severity
+    severity: Severity  # "severe": an accuracy cannot be trusted; "note": also of no check made
     text: str
     advice: str = ""
     values: dict[str, Any] = field(default_factory=dict)
@@ -43,10 +39,7 @@ def not_checked(reason: str) -> Finding:
 def images_finding(
     found: Tensor, fine: str, text: str, advice: str, few: Severity = "fine"
 ) -> Finding:
-    """Return the severe finding that a condition holds for `many` images [N], or that it is fine.
-
-    `few` is the severity where it holds for some images, but not for many.
-    """
+    """Return the finding that a condition holds for `many` images [N], for `few` or for none."""
     severity = "severe" if many(found) else few if (found > 0).any() else "fine"
     said = (fine, "") if severity == "fine" else (text, advice)
     return Finding(severity, *said, means(images=found))

@@ -37,9 +37,6 @@ def canonical_groups(positions: Tensor, size: int = GROUP_SIZE) -> list[Tensor]:
 
     Returns:
         The sorted positions, cut into groups.
-
-    Raises:
-        ValueError: groups without images.
     """
     if size < 1:
         raise ValueError(f"group_size must be at least 1, got {size}")
@@ -47,26 +44,14 @@ def canonical_groups(positions: Tensor, size: int = GROUP_SIZE) -> list[Tensor]:
 
 
 class GroupQueue:
-    """The groups of an evaluation, of which each process takes the next one when it is ready.
-
-    Attacks take longer on images that resist them, so that groups dealt beforehand would leave
-    some processes waiting for others. Which process attacks a group changes nothing in its results.
-
-    Args:
-        groups: positions [n] of each group, the same on every process.
-        key: name of this queue, the same on every process and used once.
-        rank: number of this process.
-        world_size: number of processes that share the groups; they are in one process group of
-            `torch.distributed`, whose store counts.
-
-    Raises:
-        ValueError: this process is in no process group.
-    """
+    """The groups of an evaluation; each process takes the next one when it is ready."""
 
     def __init__(self, groups: list[Tensor], key: str, rank: int, world_size: int) -> None:
         self.groups = groups
         self.rank, self.world_size = rank, world_size
         self.taken: list[Tensor] = []  # by this process
+        # Groups dealt beforehand would leave processes waiting: attacks take longer on images that
+        # resist them. Which process attacks a group changes nothing in its results.
         self._key = f"lightning-rob groups {key}"
         group = torch.distributed.group.WORLD
         if group is None:
@@ -81,6 +66,7 @@ class GroupQueue:
         while number < len(self.groups):
             self.taken.append(self.groups[number])
             yield self.taken[-1].tolist()
+            # The first groups belong to the ranks; the store's counter deals out the others.
             number = self.world_size + self._store.add(self._key, 1) - 1
 
 
@@ -93,12 +79,10 @@ def serves_once(loader: Any, world_size: int = 1) -> bool:
 
 
 def _has_positions(loader: Any) -> bool:
-    """Whether images can be fetched by position: not from a stream, nor where batches are stored.
-
-    A loader with an `__iter__` of its own may serve anything.
-    """
+    """Whether images can be fetched by position: not from a stream, nor from stored batches."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
+    # A loader with an `__iter__` of its own may serve anything.
     return type(loader).__iter__ is DataLoader.__iter__ and loader.batch_sampler is not None
 
 
@@ -113,26 +97,14 @@ def _in_any_order(sampler: Any, dataset: Any, world_size: int) -> bool:
 
 
 def _undistributed(sampler: Any) -> Any:
-    """Return the loader's own sampler, which Lightning puts behind a distributed one as its data.
-
-    Its copies on several processes may shuffle differently, so that their shares overlap.
-    """
+    """Return the loader's own sampler, which Lightning puts behind a distributed one."""
+    # Its copies on several processes may shuffle differently, so that their shares overlap.
     inside = getattr(sampler, "dataset", None) if isinstance(sampler, DistributedSampler) else None
     return getattr(inside, "_sampler", sampler)
 
 
 def served_positions(loader: Any, world_size: int = 1) -> list[int] | None:
-    """Return the sorted positions of the images that a loader serves, each once.
-
-    Its sampler is asked, with random streams of its own: it gives the same images at every call.
-
-    Args:
-        loader: loader as this process has it.
-        world_size: number of processes that share the images; together they serve the union.
-
-    Returns:
-        The positions in the data set; None for a stream, or a sampler without length or numbers.
-    """
+    """Return the sorted positions of the images that a loader serves; None if unknown."""
     if not _has_positions(loader):
         return None
     if serves_once(loader, world_size):
@@ -147,6 +119,7 @@ def served_positions(loader: Any, world_size: int = 1) -> list[int] | None:
     before = [(g, g.get_state()) for g in generators if isinstance(g, torch.Generator)]
     try:
         with own_streams(0):
+            # A sampler may be endless: its length says how much it serves.
             found = list(islice(sampler, len(sampler)))
     finally:
         for generator, state in before:
@@ -158,12 +131,10 @@ def served_positions(loader: Any, world_size: int = 1) -> list[int] | None:
 
 
 def is_repeated(loader: Any, number: int) -> bool:
-    """Return whether a process's batch of this number was served before.
-
-    A distributed sampler over stored batches repeats some so that all processes have equally many,
-    and `CombinedLoader` begins again with a short loader.
-    """
+    """Return whether a process's batch of this number was served before."""
     sampler = getattr(loader, "sampler", None)
+    # It repeats stored batches so that all processes have equally many; `CombinedLoader` begins
+    # again with a short loader.
     if isinstance(sampler, DistributedSampler) and loader.batch_sampler is None:
         stored: Any = sampler.dataset
         return bool(number * sampler.num_replicas + sampler.rank >= len(stored))
@@ -174,13 +145,10 @@ def is_repeated(loader: Any, number: int) -> bool:
 
 
 def fetch(loader: Any, positions: Tensor | Sequence[int]) -> Any:
-    """Return the images at these positions of a loader's data set, as a batch of the loader.
-
-    Draws of the data set from the global random streams are a function of the positions, and the
-    streams are left as they were.
-    """
+    """Return the images at these positions of a loader's data set, as a batch of the loader."""
     places = torch.as_tensor(positions).tolist()
     many = getattr(loader.dataset, "__getitems__", None)
+    # Draws of the data set from the global streams are a function of the positions.
     with own_streams(derive_seed(*places)):
         return loader.collate_fn(many(places) if many else [loader.dataset[i] for i in places])
 
@@ -189,7 +157,6 @@ def group_loader(loader: DataLoader[Any], groups: list[Tensor] | GroupQueue) -> 
     """Yield these groups of a loader's data set, fetched by its workers.
 
     Args:
-        loader: loader that the user gave.
         groups: positions [n] of each group; of a queue, one worker fetches one group ahead.
     """
     queued = isinstance(groups, GroupQueue)
@@ -219,12 +186,7 @@ def on_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def regrouped(batches: Iterable[Batch], size: int = GROUP_SIZE) -> Iterator[Batch]:
-    """Yield the same images in the same order, in batches of another size.
-
-    Args:
-        batches: images [B, ...], labels [B] and indices [B], of any sizes.
-        size: images in a group; the last one may have fewer.
-    """
+    """Yield the same images in the same order, in batches of another size."""
     held: list[tuple[Tensor, ...]] = []
     for batch in batches:
         held.append(tuple(part.clone() for part in batch))  # a loader may reuse its buffers
@@ -238,16 +200,7 @@ def regrouped(batches: Iterable[Batch], size: int = GROUP_SIZE) -> Iterator[Batc
 
 
 def unpacked(batch: Any, unpack: Unpack | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return images, labels and, if the batch has them, indices.
-
-    Args:
-        batch: (x, y) or (x, y, index), tensors or arrays; anything that `unpack` makes into it.
-        unpack: function of the batch; None takes it as it is.
-
-    Raises:
-        TypeError: the batch is something else.
-        ValueError: there is not one label for each image.
-    """
+    """Return images, labels and, if the batch (x, y) or (x, y, index) has them, indices."""
     parts = unpack(batch) if unpack else batch
     if not isinstance(parts, list | tuple) or len(parts) not in (2, 3):
         raise TypeError(
@@ -266,12 +219,7 @@ def unpacked(batch: Any, unpack: Unpack | None = None) -> tuple[Tensor, Tensor, 
 
 
 def with_index(batch: Any, positions: Tensor, unpack: Unpack | None = None) -> Batch:
-    """Return images, labels and indices; where a batch has no indices, the positions [B].
-
-    Raises:
-        TypeError: the batch is nothing that `unpacked` takes.
-        ValueError: it has another number of images, or no label for each.
-    """
+    """Return images, labels and indices; where a batch has no indices, the positions [B]."""
     x, y, index = unpacked(batch, unpack)
     if len(x) != len(positions):
         raise ValueError(f"{len(positions)} images were fetched, but their batch has {len(x)}")
@@ -288,16 +236,10 @@ def counted(batches: Iterable[Any], unpack: Unpack | None = None) -> Iterator[Ba
 
 
 def choose(images: int, number: int | None, seed: int, within: int | None = None) -> Tensor:
-    """Return the positions that are evaluated: all, or a random choice of them.
-
-    Args:
-        images: number of images in the data set.
-        number: number of images to evaluate; None is all.
-        seed: seed of the choice.
-        within: only positions below this one count; None is all.
-    """
+    """Return the positions that are evaluated: all, or a random choice of them."""
     within = images if within is None else within
     if number is None or number >= images:
         return torch.arange(within)
+    # Drawn of all images, so that a limit below does not change the choice.
     order = torch.randperm(images, generator=torch.Generator().manual_seed(seed))
     return order[order < within][:number]

@@ -11,15 +11,12 @@ from lightning_rob.runtime.files import atomic_write
 
 
 def save_images(folder: Path, index: Tensor, x: Tensor) -> None:
-    """Write each of the images [B, C, H, W] in [0, 1] as a file named after its index.
-
-    A PNG where every pixel is a whole 255th, as `Quantized8Bit` makes them; else an `.npz` with the
-    float32 array `image` [C, H, W], for rounding could undo the perturbation or leave the ball.
-    """
+    """Write each of the images [B, C, H, W] in [0, 1] as a file named after its index."""
     from PIL import Image
 
     for number, image in zip(index.tolist(), x.detach().cpu().float(), strict=True):
         levels = (image * 255).round()
+        # Where a pixel is no whole 255th, rounding could undo the perturbation or leave the ball.
         if image.shape[0] in (1, 3) and bool((levels / 255 == image).all()):
             pixels = levels.to(torch.uint8).permute(1, 2, 0).numpy()
             png = Image.fromarray(pixels.squeeze(2) if pixels.shape[2] == 1 else pixels)

@@ -26,7 +26,6 @@ class AttackerDefenderSession:
     rehearses: it adapts a copy of the defender of its own, with randomness of its own.
 
     Args:
-        attack: attack whose threat bounds the perturbations.
         defense: defender before the first round; it is not changed.
         *keys: seed of the attack's noise: a seed, a repeat, a name.
         private: seed of the defender's randomness; None takes `keys`. Sessions that share it meet
@@ -66,8 +65,6 @@ class AttackerDefenderSession:
         """Attack one batch, let the defense adapt to it, and predict.
 
         Args:
-            x: [B, C, H, W] images.
-            y: [B] labels.
             index: [B] the images' indices, by which all noise is keyed.
             inferences: R, the number of predictions each defender makes of each perturbed image.
 
@@ -133,10 +130,7 @@ def evaluate_once(
 
 
 def predictions(defense: Defense, x: Tensor, noise: Streams, inferences: int = 1) -> Tensor:
-    """Return the probability of each class [R, B, K], in eval mode.
-
-    A network that draws noise from torch's global streams draws the same for the same `noise`.
-    """
+    """Return the probability of each class [R, B, K], in eval mode, a function of the noise."""
     parts = [noise, *(noise.fold_in(again) for again in range(1, inferences))]
     own = generator_of(noise.batch_key, *noise.keys.tolist())
     with seeded_global_rng(own, x.device), evaluating(defense) as copied, torch.no_grad():
@@ -170,9 +164,6 @@ class RoundProtocol:
         images: images in a round; None is the batch size of the evaluation.
         attacker_sees_state: show the attacker the state of a stateful defense; otherwise it knows
             only the state of its own rehearsal.
-
-    Raises:
-        ValueError: another order, or rounds without images.
     """
 
     order: Literal["natural", "by_label"] = "natural"
@@ -186,11 +177,7 @@ class RoundProtocol:
             raise ValueError(f"images must be at least 1, got {self.images}")
 
     def size(self, loader: Any) -> int:
-        """Return the number of images in a round of this loader.
-
-        Raises:
-            ValueError: neither the protocol nor the loader says it.
-        """
+        """Return the number of images in a round of this loader."""
         size = self.images or getattr(loader, "batch_size", None)
         if size is None:
             raise ValueError("the loader has no batch size to make rounds of: give protocol.images")
@@ -209,16 +196,13 @@ class RoundProtocol:
         The images of a round do not depend on the number of processes.
 
         Args:
-            loader: loader whose data set is evaluated.
             order: [N] positions in the data set.
-            rank: number of this process.
-            world_size: number of processes that share the rounds.
-            unpack: see `lightning_rob.evaluation.groups.unpacked`.
         """
         size = self.size(loader)
         for number in range(rank, -(-len(order) // size), world_size):
             positions = order[number * size : (number + 1) * size]
             if self.order == "by_label":
+                # Two consecutive rounds share a window of images, sorted by label and cut in half.
                 start = number // 2 * 2 * size
                 window = order[start : start + 2 * size]
                 labels = unpacked(fetch(loader, window), unpack)[1]
@@ -231,11 +215,6 @@ class RoundProtocol:
 
         A round is played by one process. The others would wait for it in the next collective, until
         their time-out ends the run, hours into the attack.
-
-        Args:
-            loader: see `size`.
-            images: number of images, in all rounds together.
-            processes: number of processes that share the rounds.
 
         Raises:
             ValueError: one round and several processes.
@@ -252,8 +231,6 @@ class RoundProtocol:
         """Return the protocol as a record has it.
 
         Args:
-            defense: the defender.
-            images: number of images in a round.
             processes: number of processes; each plays a sequence of its own.
         """
         described: dict[str, Any] = {"order": self.order, "images": images}

@@ -30,17 +30,14 @@ SESSION = f"{datetime.now().astimezone().isoformat(timespec='seconds')} {os.getp
 
 @dataclass(frozen=True)
 class Result:
-    """Accuracy in [0, 1] on n images under one attack, with its 95 % interval.
-
-    `seconds` is the attack's run time on this process; `details` are other fields of the record.
-    """
+    """Accuracy in [0, 1] on n images under one attack, with its 95 % interval."""
 
     name: str
     accuracy: float
     interval: tuple[float, float]
     n: int
-    seconds: float
-    details: dict[str, Any]
+    seconds: float  # run time of the attack on this process
+    details: dict[str, Any]  # other fields of the record
 
     def record(self) -> dict[str, Any]:
         """Return the record as plain data."""
@@ -50,11 +47,7 @@ class Result:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Self:
-        """Return the result that has this record.
-
-        Raises:
-            KeyError, TypeError, ValueError: the record is of another kind.
-        """
+        """Return the result that has this record."""
         details = {name: v for name, v in record.items() if name not in ("schema", "kind")}
         name, accuracy, (low, high), n, seconds = (
             details.pop(field) for field in ("name", "accuracy", "interval", "n", "seconds")
@@ -66,12 +59,9 @@ class Result:
 def measured(
     name: str, scores: Tensor, seconds: float, details: dict[str, Any], draws: Tensor | None = None
 ) -> Result:
-    """Return the mean of images' scores [N], NaN without images, and its interval.
-
-    The interval covers the randomness of private draws too where the scores by draw are given:
-    `draws` [N, D].
-    """
+    """Return the mean of images' scores [N], NaN without images, with its interval."""
     n, accuracy = len(scores), float(scores.mean()) if len(scores) else float("nan")
+    # With scores by private draw [N, D] the interval covers the draws' randomness too.
     by_draw = [accuracy] if draws is None or not n else draws.mean(0).tolist()
     return Result(name, accuracy, wilson_over_draws(by_draw, n), n, seconds, details)
 
@@ -82,11 +72,7 @@ def versions() -> dict[str, str]:
 
 
 def threat_model_card(attack: Attack) -> dict[str, Any]:
-    """Return what an attacker may do and knows.
-
-    It has norm and radius; steps, or the passes that decide their number, restarts and draws where
-    the attack or a part of it has them; the attacker's knowledge; and the attack's arguments.
-    """
+    """Return what an attacker may do and knows, as plain data."""
     threat, every = attack.threat, list(walk(attack))
     card: dict[str, Any] = {
         "norm": str(threat.norm),
@@ -125,9 +111,5 @@ def with_schema(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def append_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Append a line of JSON per record to a file, created if necessary: all of them or none.
-
-    Raises:
-        OSError: there is no space for them.
-    """
+    """Append a line of JSON per record to a file, created if necessary: all of them or none."""
     append_lines(path, (json.dumps(with_schema(r), allow_nan=False) for r in records))

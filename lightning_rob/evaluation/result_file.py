@@ -37,16 +37,7 @@ def write_result_file(
     card: Mapping[str, Any],
     worst: Tensor,
 ) -> None:
-    """Write the CSV file and, beside it, its card; neither ever exists in part.
-
-    Args:
-        path: the CSV file.
-        names: "clean" and the names of the attacks.
-        rows: results of all images.
-        draws: S, the number of classifiers of a prediction.
-        card: everything that the results depend on.
-        worst: [N] scores under the strongest attack.
-    """
+    """Write the CSV file and, beside it, its card; neither ever exists in part."""
 
     def numbers(values: Tensor, digits: int = 7) -> list[str]:
         return ["" if math.isnan(v) else f"{v:.{digits}g}" for v in values.tolist()]
@@ -74,6 +65,7 @@ def write_result_file(
     lines = csv.writer(table, lineterminator="\n")
     lines.writerow(map(as_text, columns))
     lines.writerows(zip(*columns.values(), strict=True))
+    # The card comes first, so that no CSV file is ever without one.
     text = json.dumps(with_schema({"kind": "card", **card}), indent=1)
     atomic_write_text(path.with_suffix(".json"), text + "\n")
     atomic_write_text(path, table.getvalue())
@@ -89,16 +81,13 @@ def _broken_by(names: Sequence[str], scores: Sequence[float]) -> str:
 
 @dataclass(frozen=True)
 class ResultFile:
-    """A CSV file of per-image results that was read, and its card.
-
-    `scores` [N] are by name: "clean", each attack, and "worst", the strongest by `worst_case`.
-    """
+    """A CSV file of per-image results that was read, and its card."""
 
     path: Path
     card: dict[str, Any]
     index: Tensor
     label: Tensor
-    scores: dict[str, Tensor]
+    scores: dict[str, Tensor]  # [N] of "clean", each attack, and "worst" (`worst_case`)
     checksum: Tensor
 
     @property
@@ -108,12 +97,7 @@ class ResultFile:
 
 
 def read_result_file(path: Path | str) -> ResultFile:
-    """Read the per-image results of an evaluation.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: the file is of another kind, or has no card.
-    """
+    """Read the per-image results of an evaluation."""
     path = Path(path)
     card_path = path.with_suffix(".json")
     if not path.is_file():

@@ -37,31 +37,18 @@ FEWEST_OF_CLASS = 5  # images of each class: where a class has as many, 0.7 % of
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Scores of a defense on clean images and under each attack.
+    """Scores of a defense on clean images and under each attack."""
 
-    Args:
-        attacks: name -> attack, in the order in which they ran.
-        rows: N images' labels, scores, predictions and sizes of perturbations.
-        private_draws: defenders that adapted to each perturbed batch; 1 for static defenses.
-        random: whether the defense predicts at random.
-        joint: whether predictions depend on the whole batch (transductive defenses).
-        stateful: whether the defender keeps its state from round to round.
-        draws: S, the number of classifiers in each prediction.
-        seconds: name -> run time of the attack on this process.
-        details: the settings of the evaluation, for its records.
-        noted: what the checks of the defense found.
-    """
-
-    attacks: Mapping[str, Attack]
-    rows: PerImageRows
-    private_draws: int = 1
-    random: bool = False
-    joint: bool = False
-    stateful: bool = False
-    draws: int = 1
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    details: Mapping[str, Any] = field(default_factory=dict)
-    noted: tuple[Finding, ...] = ()
+    attacks: Mapping[str, Attack]  # in the order in which they ran
+    rows: PerImageRows  # labels, scores, predictions and sizes of perturbations of N images
+    private_draws: int = 1  # defenders that adapted to each perturbed batch
+    random: bool = False  # whether the defense predicts at random
+    joint: bool = False  # whether predictions depend on the whole batch (transductive defenses)
+    stateful: bool = False  # whether the defender keeps its state from round to round
+    draws: int = 1  # S, the number of classifiers in each prediction
+    seconds: Mapping[str, float] = field(default_factory=dict)  # run time of attacks, here
+    details: Mapping[str, Any] = field(default_factory=dict)  # settings, for the records
+    noted: tuple[Finding, ...] = ()  # what the checks of the defense found
 
     @property
     def names(self) -> list[str]:
@@ -106,11 +93,7 @@ class EvaluationResult:
         return worst_over([self])
 
     def per_image(self, name: str) -> Tensor:
-        """Return the scores [N] under an attack, "clean" or "worst", the mean over draws.
-
-        Raises:
-            KeyError: no attack has this name.
-        """
+        """Return the scores [N] under an attack, "clean" or "worst", the mean over draws."""
         if name == WORST:
             return self.worst.scores.mean(1)
         _check_name(name, [*self.names, WORST])
@@ -125,11 +108,7 @@ class EvaluationResult:
         return self.measurement(name).interval
 
     def rejected(self, name: str) -> float:
-        """Return the share in [0, 1] of predictions that are rejections, clean or under an attack.
-
-        Raises:
-            KeyError: no attack has this name.
-        """
+        """Return the share [0, 1] of predictions that are rejections, clean or under an attack."""
         _check_name(name, self.names)
         if self.rows.rejected is None:
             return 0.0
@@ -152,9 +131,6 @@ class EvaluationResult:
         was exactly zero or not finite the attack is blind, and its score says nothing.
 
         Under "worst" each attack by gradient is blind on them. NaN if it asks for no gradients.
-
-        Raises:
-            KeyError: no attack has this name.
         """
         return mean(self._blind(name))
 
@@ -165,6 +141,7 @@ class EvaluationResult:
         if self.rows.blind is None:
             return torch.full_like(self.per_image(CLEAN), torch.nan)
         places = [self.names.index(n) for n in (self.attacks if name == WORST else [name])]
+        # NaN, of an attack without gradients, becomes infinite: such an attack decides nothing.
         found = self.rows.blind[:, places].nan_to_num(torch.inf).amin(1)
         unknown = found.isinf() | ~(self.per_image(CLEAN) > 0)
         return found.masked_fill(unknown, torch.nan)
@@ -240,10 +217,6 @@ class EvaluationResult:
         right with probability p survives n submissions with probability p^n, not p. It is exact
         for a randomized ensemble, and else the unbiased estimate from R >= n inferences.
 
-        Args:
-            name: "clean" or an attack.
-            times: number of submissions of each image.
-
         Raises:
             ValueError: of a defense that predicts at random, fewer inferences than submissions or
                 scores between right and wrong; or a defense that adapts, whose predictions of a
@@ -278,7 +251,6 @@ class EvaluationResult:
             certainty, infinite where the perturbed one is not.
 
         Raises:
-            KeyError: no attack has this name.
             ValueError: of a defense that predicts at random or adapts, for which one wrong
                 prediction is no proof; or of several repeats, whose scores are averages.
         """
@@ -372,12 +344,9 @@ def _check_name(name: str, names: Sequence[str]) -> None:
 
 
 def worst_over(results: Sequence[EvaluationResult], fooled: bool = False) -> Worst:
-    """Return the scores under the strongest attack of several evaluations of one defense.
-
-    With `fooled` a rejection counts as right without an attack too: what the scores lack to one is
-    the success of an attacker who may leave images as they are.
-    """
+    """Return the scores under the strongest attack of several evaluations of one defense."""
     return worst_case(
+        # `not_fooled` is for an attacker who may leave images as they are.
         [(one.index, one.not_fooled if fooled else one.scores) for one in results],
         random=any(result.random for result in results),
         joint=any(result.joint for result in results),
@@ -385,10 +354,7 @@ def worst_over(results: Sequence[EvaluationResult], fooled: bool = False) -> Wor
 
 
 def worst_measurement(results: Sequence[EvaluationResult]) -> Result:
-    """Return the row of the strongest attack over several evaluations of one defense.
-
-    The record has the details of the last one.
-    """
+    """Return the row of the strongest attack over several evaluations of one defense."""
     first, last = results[0], results[-1]
     details = {**last.details, "random": last.random, "interval_covers": last.covers}
     found = {one.text: record(one) for result in results for one in result.findings}

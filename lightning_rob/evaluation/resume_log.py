@@ -21,22 +21,14 @@ ROUNDING = 1e-4  # by which a sum of probabilities may exceed 1
 
 
 class BatchOutcome(NamedTuple):
-    """Results of a batch under one attack, or without an attack.
+    """Results of a batch under one attack, or without an attack."""
 
-    Args:
-        scores: [B, R] the probability, by inference, that the prediction is right; under an attack,
-            that it is right or a rejection.
-        predictions: [B] the most probable class; -1 where there is none.
-        sizes: [B] of the perturbations, in the threat's norm.
-        rejected: [B, R] the probability that the prediction is a rejection, by inference.
-        blind: [B] 1 where the attack asked for gradients and each was exactly zero or not finite, 0
-            where one was of use, -1 where it asked for none.
-    """
-
-    scores: Tensor
-    predictions: Tensor
-    sizes: Tensor
-    rejected: Tensor
+    scores: Tensor  # [B, R] probability of a right prediction or, attacked, also of a rejection
+    predictions: Tensor  # [B] the most probable class; -1 where there is none
+    sizes: Tensor  # [B] of the perturbations, in the threat's norm
+    rejected: Tensor  # [B, R] probability of a rejection
+    # [B] 1 where the attack asked for gradients and each was exactly zero or not finite, 0 where
+    # one was of use, -1 where it asked for none
     blind: Tensor
 
 
@@ -50,14 +42,7 @@ class ResumeLog:
     """Outcomes of the batches that an evaluation has finished, in a folder of its own.
 
     Each process appends a line of JSON per batch and attack to a file of its own and waits until it
-    is on the disk; a line that a kill broke off is ignored. A result is reused for an image only if
-    the image is the same, pixel by pixel, with the same label.
-
-    Args:
-        folder: folder of this evaluation and no other; made at the first line.
-        names: "clean" and the names of the attacks.
-        inferences: R, the number of predictions of each image.
-        joint: whether predictions depend on the whole batch: then only the same batch has results.
+    is on the disk. A result is reused for the same image only, pixel by pixel, with the same label.
     """
 
     def __init__(
@@ -71,6 +56,7 @@ class ResumeLog:
         self.read = [path for path in sorted(folder.glob("*.jsonl")) if path.is_file()]
         for path in self.read:
             for line in path.read_text(errors="replace").splitlines():
+                # A kill may have broken off the last line.
                 with suppress(ValueError, KeyError, TypeError, OverflowError):  # broken, foreign
                     self._keep(json.loads(line))
 
@@ -90,11 +76,7 @@ class ResumeLog:
     def add(
         self, x: Tensor, y: Tensor, index: Tensor, name: str, outcome: BatchOutcome, seconds: float
     ) -> None:
-        """Append a batch's results under one attack, and how long it took.
-
-        Raises:
-            OSError: they cannot be written.
-        """
+        """Append a batch's results under one attack, and how long it took."""
         fields = {"name": name, "keys": self._keys(x, y, index), "seconds": round(seconds, 3)}
         for field, values in outcome._asdict().items():
             exact = values if field == "predictions" else values.float()
@@ -135,5 +117,6 @@ class ResumeLog:
 
     def _keys(self, x: Tensor, y: Tensor, index: Tensor) -> list[Key]:
         rows = list(zip(index.tolist(), checksums(x), y.tolist(), strict=True))
+        # Where predictions depend on the whole batch, only the same batch has the same result.
         batch = crc32(str(rows).encode()) if self.joint else 0
         return [(*row, batch) for row in rows]

@@ -21,33 +21,20 @@ def predicted_class(probabilities: Tensor, rejects: int | None = None) -> Tensor
 
 @dataclass(frozen=True)
 class PerImageRows:
-    """Results of N images, clean and under each attack: A `BatchOutcome`s side by side.
+    """Results of N images by rising index, clean and under each attack: A outcomes side by side."""
 
-    Scores and `rejected` are [N, A, R], predictions, sizes and `blind` [N, A], all else [N]. The
-    indices rise. `rejected` is None of a defense that rejects nothing; `blind` is NaN where an
-    attack asked for no gradients.
-    """
-
-    index: Tensor
-    label: Tensor
-    scores: Tensor
-    predictions: Tensor
-    sizes: Tensor
-    checksum: Tensor
-    rejected: Tensor | None = None
-    blind: Tensor | None = None
+    index: Tensor  # [N]
+    label: Tensor  # [N]
+    scores: Tensor  # [N, A, R]
+    predictions: Tensor  # [N, A]
+    sizes: Tensor  # [N, A]
+    checksum: Tensor  # [N]
+    rejected: Tensor | None = None  # [N, A, R]; None of a defense that rejects nothing
+    blind: Tensor | None = None  # [N, A]; NaN where an attack asked for no gradients
 
 
 class PerImageResults:
-    """Scores, predictions and perturbation sizes of every image, clean and under each attack.
-
-    Args:
-        names: "clean" and the names of the attacks, A together.
-        inferences: R, the number of predictions of each image.
-        device: device of the batches.
-        folder: folder of the log from which an interrupted evaluation resumes; None keeps no log.
-        joint: whether predictions depend on the whole batch.
-    """
+    """Scores, predictions and perturbation sizes of every image, clean and under each attack."""
 
     def __init__(
         self,
@@ -79,11 +66,7 @@ class PerImageResults:
     def add_batch(
         self, x: Tensor, y: Tensor, index: Tensor, outcomes: Sequence[BatchOutcome]
     ) -> None:
-        """Add the outcomes of a batch, one for each of the names.
-
-        Raises:
-            ValueError: two different images have the same index.
-        """
+        """Add the outcomes of a batch, one for each of the names."""
         known = checksums(x)
         for number, checksum in zip(index.tolist(), known, strict=True):
             if self.checksums.setdefault(number, checksum) != checksum:
@@ -117,6 +100,7 @@ class PerImageResults:
         scores, rejected = both.unbind(1)
         predictions, label, checksum = torch.split(integers, [count, 1, 1], 1)
         sizes, blind = floats[:, -2 * count :].chunk(2, 1)
+        # The log has -1 for NaN, which JSON lacks.
         blind = blind.masked_fill(blind < 0, torch.nan)
         return PerImageRows(
             index, label[:, 0], scores, predictions, sizes, checksum[:, 0], rejected, blind

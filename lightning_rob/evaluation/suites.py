@@ -73,22 +73,13 @@ def default_attacks(defense: Defense, threat: Threat) -> dict[str, Attack]:
 
 @dataclass(frozen=True)
 class AttackSuite:
-    """The attacks on a kind of defense.
-
-    Args:
-        kind: of the defense.
-        default: name of the attack that is mostly reported for it.
-        adaptive: names of the attacks made for its kind.
-        attacks: all attacks by name; "clean" is not among them.
-        averaged: the default attack with steps that average over draws (EoT); None where PGD does
-            not apply directly.
-    """
+    """The attacks on a kind of defense."""
 
     kind: SuiteKind
-    default: str
-    adaptive: tuple[str, ...]
-    attacks: dict[str, Attack]
-    averaged: Attack | None = None
+    default: str  # name of the attack that is mostly reported for it
+    adaptive: tuple[str, ...]  # names of the attacks made for its kind
+    attacks: dict[str, Attack]  # all attacks by name; "clean" is not among them
+    averaged: Attack | None = None  # the default over draws (EoT); None where PGD does not apply
 
     @property
     def recipe(self) -> str:
@@ -106,7 +97,6 @@ def suite_for(
     """Return the attacks that test a defense of this kind, within one threat.
 
     Args:
-        defense: the defense.
         threat: linf or l2, in pixel units.
         steps: of the default PGD; others have a multiple of it.
         queries: of the Square Attack.
@@ -119,6 +109,7 @@ def suite_for(
     pgd = PGD(threat, steps, step_across(threat.eps, steps, 4))
     if kind == "transductive":
         return _transductive_suite(replace(pgd, keep_best=True))
+    # PGD climbs the loss that decides the prediction; a single network has but one.
     objective = ce_of_rule(defense.rule) if len(defense.weights) > 1 else expected_ce
     pgd = replace(pgd, objective=objective, backward=surrogate_for(defense))
     attacks: dict[str, Attack] = {"noise": RandomCorners(threat)}
@@ -138,7 +129,7 @@ def _on_differentiable(defense: Defense, attack: Attack) -> Attack:
 
 
 def _gradient_attacks(defense: Defense, pgd: PGD) -> dict[str, Attack]:
-    """Return the default PGD and its variants, each of which should be about as strong."""
+    """Return the default PGD and its variants, which should all be about as strong."""
     eps, steps = pgd.threat.eps, 5 * pgd.steps
     margin = margin_of_rule(defense.rule) if len(defense.weights) > 1 else linear
     attacks = {

@@ -75,6 +75,7 @@ def worst_case(
     if joint or len(index) < 2:
         return Worst(index, means[:, [_strongest(means)]], "attack with the lowest mean")
     even, chosen = torch.arange(len(means)) % 2 == 0, means[:, :1].clone()
+    # Chosen on one half and scored on the other: the luck of the choice does not count.
     for half in (even, ~even):
         chosen[half, 0] = means[half, _strongest(means[~half])]
     return Worst(index, chosen, "one attack, chosen on the other half of the images")
@@ -91,30 +92,26 @@ def _by_inferences(index: Tensor, parts: list[Tensor], joint: bool) -> Worst:
     second = [part[..., part.shape[2] // 2 :] for part in parts]
     sides = [(first, second), (second, first)]
     if joint:
-        once = torch.cat([_picked(by, scores) for by, scores in sides], 1)
-        return Worst(index, once, "one attack, chosen on the other half of the private draws")
+        once = []
+        for by, scores in sides:
+            place = _strongest(torch.cat([part.mean(2) for part in by], 1))
+            once.append([part[:, a] for part in scores for a in range(part.shape[1])][place])
+        choice = "one attack, chosen on the other half of the private draws"
+        return Worst(index, torch.cat(once, 1), choice)
     each = torch.stack([_picked_by_image(by, scores) for by, scores in sides], 1)
     return Worst(index, each, "per image, chosen on the other half of the inferences")
 
 
 def _picked_by_image(by: list[Tensor], scores: list[Tensor]) -> Tensor:
-    """The scores [n] of the attack that is the strongest on each image by other scores of it.
-
-    A few predictions of one image say little: an attack's mean over all images counts as `PRIOR`
-    more of them, so that of equals the attack wins that is stronger altogether.
-    """
+    """Return the scores [n] of the attack that is strongest on each image by its other scores."""
     expected = []
     for part in by:
         mean, count = part.mean(2), part.shape[2]
+        # A few predictions of one image say little: the attack's mean over all images counts as
+        # `PRIOR` more of them, and of equals the attack wins that is stronger altogether.
         expected.append((count * mean + PRIOR * mean.mean(0)) / (count + PRIOR))
     place = torch.cat(expected, 1).argmin(1, keepdim=True)
     return torch.cat([part.mean(2) for part in scores], 1).gather(1, place)[:, 0]
-
-
-def _picked(by: list[Tensor], scores: list[Tensor]) -> Tensor:
-    """The scores [n, R] of the attack that is the strongest by other scores of the same images."""
-    place = _strongest(torch.cat([part.mean(2) for part in by], 1))
-    return [part[:, a] for part in scores for a in range(part.shape[1])][place]
 
 
 def is_random(defense: Defense, x: Tensor, index: Tensor) -> bool:

@@ -45,6 +45,7 @@ def corruption_error(
         raise ValueError(f"there must be errors of each corruption, got {dict(errors)}")
     if reference is not None:
         check_reference(list(errors), {len(values) for values in errors.values()}, reference)
+    # Divided by the reference, each corruption counts as much as another, however hard it is.
     scales = reference or dict.fromkeys(errors, 1.0)
     means = {name: sum(values) / len(values) for name, values in errors.items()}
     return sum(means[name] / scales[name] for name in errors) / len(errors)
@@ -53,10 +54,7 @@ def corruption_error(
 def check_reference(
     names: Sequence[str], severities: set[int], reference: Mapping[str, float]
 ) -> None:
-    """Raise ValueError unless mCE by this reference is defined for these corruptions.
-
-    `severities` are their numbers of severities.
-    """
+    """Raise ValueError unless mCE by this reference is defined for these corruptions."""
     if set(names) != set(reference):
         raise ValueError(
             f"the reference has errors of {', '.join(sorted(reference))}, not of "

@@ -27,26 +27,16 @@ def p_at_most(values: Floats, mean: float = 0.0) -> float:
     exact one-sided p of McNemar's test, and of two values alone the interval is Clopper and
     Pearson's. That p holds for all bounded numbers and any n is a conjecture to which no
     counterexample is known.
-
-    Args:
-        values: [N] independent draws from one distribution.
-        mean: the hypothetical mean.
-
-    Returns:
-        p in (0, 1].
     """
     weights, counts = np.unique(np.append(values, -1.0) - mean, return_counts=True)
+    # Where p is large its complement is computed, for small probabilities are precise.
     if (weights * counts).sum() <= 0:
         return max(1 - _below_zero(-weights, counts), SMALLEST)
     return min(1.0, max(_below_zero(weights, counts), SMALLEST))
 
 
 def mean_interval(values: Floats, level: float = 0.95) -> tuple[float, float]:
-    """Compute the interval of the mean of numbers [N] in [-1, 1]: all that `p_at_most` leaves.
-
-    It covers the mean with probability `level`, and leaves out 0 exactly if the smaller p of both
-    sides is below (1 - level) / 2.
-    """
+    """Compute the interval of the mean of numbers [N] in [-1, 1]: all that `p_at_most` leaves."""
     from scipy.optimize import brentq
 
     alpha = (1 - level) / 2
@@ -61,12 +51,8 @@ def mean_interval(values: Floats, level: float = 0.95) -> tuple[float, float]:
 
 
 def _below_zero(weights: Floats, counts: NDArray[np.int64]) -> float:
-    """Compute the probability that a weighted sum of exponential variables is at most 0.
-
-    Of `counts` [K] variables each has one of the different `weights` [K]. It is the integral of the
-    moment generating function over a line in the complex plane, here through the saddle point,
-    where nothing cancels: the smallest probability is as exact as 0.5.
-    """
+    """Compute the probability that a weighted sum of exponential variables is at most 0."""
+    # Of the variables, counts [K] have one of the different weights [K].
     weights, counts = weights[weights != 0], counts[weights != 0]
     if not (weights > 0).any():
         return 1.0
@@ -78,6 +64,8 @@ def _below_zero(weights: Floats, counts: NDArray[np.int64]) -> float:
         saddle = (low + high) / 2
         rises = (counts * weights / (1 + saddle * weights)).sum() + 1 / saddle < 0
         low, high = (low, saddle) if rises else (saddle, high)
+    # The probability is the integral of the moment generating function over a line in the complex
+    # plane. Through the saddle point nothing cancels: the smallest one is as exact as 0.5.
     slopes = weights / (1 + saddle * weights)
     width = 1 / math.sqrt((counts * slopes**2).sum() + 1 / saddle**2)
     total = 0.0

@@ -22,9 +22,6 @@ def gradient_spread(gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         share of entries with the sign of the mean, and the variance divided by the share of
         non-zero entries. Zero entries, of a transform that erases or clamps pixels, hardly vary:
         with many of them the variance mostly measures their share.
-
-    Raises:
-        ValueError: there are fewer than two draws.
     """
     if len(gradients) < 2:
         raise ValueError(f"the spread is one of two draws or more, got {len(gradients)}")

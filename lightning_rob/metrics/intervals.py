@@ -32,9 +32,6 @@ def clopper_pearson(successes: int, n: int, level: float = 0.95) -> tuple[float,
     """Compute the exact interval of a proportion (Clopper and Pearson 1934); wider than `wilson`.
 
     It covers the truth with probability `level` at least.
-
-    Raises:
-        ValueError: more successes than n.
     """
     from scipy.stats import binomtest
 
@@ -61,8 +58,6 @@ def wilson_over_draws(values: Sequence[float], n: int, level: float = 0.95) -> t
 
     Args:
         values: accuracy of the same n images by draw; of a single draw the interval is Wilson's.
-        n: number of images.
-        level: the probability that the interval covers the truth.
     """
     mean = fmean(values)
     low, high = wilson(mean, n, level)
@@ -142,6 +137,7 @@ def _gaps(first: Tensor, second: Tensor) -> Floats:
     """Return the second scores minus the first, [N] in [-1, 1]."""
     if first.shape != second.shape:
         raise ValueError(f"{len(first)} scores cannot be paired with {len(second)}")
+    # Sums of float32 probabilities may exceed 1 by rounding.
     gaps = (second.double() - first.double()).clamp(-1, 1)
     if gaps.isnan().any():
         raise ValueError("scores that are not numbers cannot be compared")

@@ -58,5 +58,6 @@ class PerImage(Metric):
             return torch.zeros(0, dtype=torch.int64), torch.zeros(0, self.columns, dtype=exact)
         index = dim_zero_cat(self.index).cpu().numpy()
         scores = dim_zero_cat(self.scores).cpu().to(exact)
+        # A distributed sampler may serve an image twice: the first row counts.
         unique, first = np.unique(index, return_index=True)
         return torch.from_numpy(unique), scores[torch.from_numpy(first)]

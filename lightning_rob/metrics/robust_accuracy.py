@@ -11,9 +11,6 @@ def robust_accuracy(predictions: Tensor, y: Tensor) -> Tensor:
     """Compute the probability [B] that the prediction [B, K] of a defense is the label [B].
 
     It is 0 or 1, or between the two for a randomized ensemble; 0 if the prediction is non-finite.
-
-    Raises:
-        ValueError: there is not one label for each prediction.
     """
     check_lengths(predictions, y)
     return predictions.gather(1, y[:, None])[:, 0].nan_to_num(0.0, 0.0, 0.0)

@@ -29,9 +29,6 @@ def selective_error(
     Returns:
         Scalars in float64: the rejected share of z, the rejected share of x~, and the share of
         wrong predictions. Without images they are NaN.
-
-    Raises:
-        ValueError: `per` is neither, or `clean` is not a [B] mask.
     """
     _check(per)
     return _errors(*_sums(predictions, y, clean, rejects), per)
@@ -92,6 +89,7 @@ def _sums(
 def _errors(sums: Tensor, counts: Tensor, per: Per) -> tuple[Tensor, Tensor, Tensor]:
     rejected_clean, rejected, wrong = sums
     accepted = counts[1] - rejected
+    # The authors' code divides by the accepted images, the paper's text by all.
     error = wrong / counts[1]
     if per == "prediction":
         error = torch.where(accepted > 0, wrong / accepted, error * 0)  # NaN without images

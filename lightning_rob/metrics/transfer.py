@@ -47,7 +47,6 @@ def transferability(predictions: Tensor, y: Tensor) -> Transfer:
     Args:
         predictions: [M, M, B, K], by [i, j] the class probabilities of member i on the images that
             attack member j alone, as for `transfer_matrix`; the result is transposed to that.
-        y: [B] labels.
     """
     return _shares(_fooled_both(predictions, y).sum(-1))
 
@@ -58,9 +57,6 @@ def transfer_ranking(accuracy: Tensor) -> list[int]:
     The criterion is the mean accuracy, as of `transfer_matrix`, of the other members on images that
     attack a member: the lowest first, ties by order. Line 8 of the algorithm scores a member on its
     own images, which measures how weak it is; the text of the paper means the others.
-
-    Raises:
-        ValueError: `accuracy` is no square of numbers.
     """
     if accuracy.dim() != 2 or len(accuracy) != accuracy.shape[1] or accuracy.isnan().any():
         raise ValueError(f"accuracy must be [M, M] and known, got {accuracy.tolist()}")
@@ -81,6 +77,7 @@ def _fooled_both(predictions: Tensor, y: Tensor) -> Tensor:
     """Return the probability that an image fools source and target: [M, M, B, K] -> [M, M, B]."""
     fooled = 1 - _correct(predictions, y)
     source = fooled.diagonal().permute(1, 0)[:, None]
+    # Two members draw independently; a member that is fooled is fooled by that very draw.
     itself = torch.eye(len(fooled), dtype=torch.bool, device=fooled.device)[..., None]
     return torch.where(itself, source, source * fooled.transpose(0, 1))
 
@@ -106,11 +103,7 @@ class _MemberPairs(Metric):
         self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
 
     def update(self, predictions: Tensor, y: Tensor) -> None:
-        """Add a batch: predictions [M, M, B, K], labels [B].
-
-        Raises:
-            ValueError: the predictions are of another number of members.
-        """
+        """Add a batch: predictions [M, M, B, K], labels [B]."""
         if predictions.shape[:2] != (self.members, self.members):
             raise ValueError(
                 f"predictions must be [{self.members}, {self.members}, B, K], "

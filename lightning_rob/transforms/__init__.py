@@ -68,7 +68,6 @@ def named(
 
     Raises:
         ValueError: an unknown name or argument, or two transforms of one class.
-        TypeError: a module of another package.
     """
     if isinstance(transforms, Mapping):
         return {name: _build(name, options) for name, options in transforms.items()}

@@ -29,9 +29,6 @@ class Transform(ABC):
     Args:
         p: probability that a defense which composes transforms applies this one to an image; a
             call transforms every image.
-
-    Raises:
-        ValueError: an argument out of its range.
     """
 
     p: float = field(default=1.0, kw_only=True)
@@ -54,7 +51,12 @@ class Transform(ABC):
                 raise ValueError(f"{name} must be of {get_args(argument.type)}, got {value!r}")
             if name in limits and value is not None:
                 number = argument.type in (int, float, "int", "float")
-                _check_limits(name, value, number, *limits[name])
+                low, high = limits[name]
+                pair = value if isinstance(value, tuple) else (value, value)
+                inside = len(pair) == 2 and low <= pair[0] <= pair[1] <= high
+                if not inside or number == isinstance(value, tuple):
+                    wanted = "in" if number else "a range within"
+                    raise ValueError(f"{name} must be {wanted} [{low:g}, {high:g}], got {value}")
             if name == self.odd:
                 for side in value if isinstance(value, tuple) else (value,):
                     if side < 3 or side % 2 == 0:
@@ -64,10 +66,6 @@ class Transform(ABC):
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor, ...]:
         """Draw the random parameters, one set per image; a deterministic transform has none.
-
-        Args:
-            x: [B, C, H, W] images in [0, 1].
-            generator: see `lightning_rob.randomness.uniform`.
 
         Returns:
             Tensors of first dimension B, which `__call__` takes in this order.
@@ -79,7 +77,6 @@ class Transform(ABC):
         """Transform images; the same parameters give the same images.
 
         Args:
-            x: [B, C, H, W] images in [0, 1].
             *params: the result of `sample`, or numbers of the same shapes and units.
 
         Returns:
@@ -104,21 +101,10 @@ class Transform(ABC):
 
     @abstractmethod
     def apply(self, x: Tensor, *params: Any) -> Tensor:
-        """Compute the transform, before clamping and before the guard against NaN; see `__call__`.
-
-        Args:
-            x: [B, C, H, W] images in [0, 1].
-            *params: the result of `sample`.
-
-        Returns:
-            [B, C, H, W].
-        """
+        """Compute the transform [B, C, H, W], before clamping and before the guard against NaN."""
 
     def undo(self, x: Tensor) -> Tensor:
         """Invert a deterministic transform on images, or on perturbations of them.
-
-        Args:
-            x: [B, C, H, W] transformed.
 
         Returns:
             [B, C, H, W], 0 where the transform has discarded the pixels.
@@ -138,11 +124,12 @@ class Transform(ABC):
 
     @property
     def class_name(self) -> str:
-        """The name by which a defense has it, that of the class."""
+        """The name of the class, by which a defense knows the transform."""
         return type(self).__name__
 
     def _apply_finite(self, x: Tensor, *params: Tensor) -> Tensor:
         waits = x.device.type != "cpu"  # at a branch that depends on values
+        # A hook on x itself would act on gradients that other uses of x have.
         source = x.view_as(x) if waits else x
         y = self.apply(source, *params)
         failed = y.detach().flatten(1).amax(1).isnan()[:, None, None, None]
@@ -160,21 +147,9 @@ class Transform(ABC):
         return clip(y, 0, 1)
 
 
-def _check_limits(name: str, value: Any, number: bool, low: float, high: float) -> None:
-    pair = value if isinstance(value, tuple) else (value, value)
-    inside = len(pair) == 2 and low <= pair[0] <= pair[1] <= high
-    if not inside or number == isinstance(value, tuple):
-        wanted = "in" if number else "a range within"
-        raise ValueError(f"{name} must be {wanted} [{low:g}, {high:g}], got {value}")
-
-
 @dataclass(frozen=True)
 class AlphaTransform(Transform):
-    """A transform with a strength; the paper's search for the best strengths ends at 0.5.
-
-    Args:
-        alpha: strength in [0, 1].
-    """
+    """A transform with a strength; the paper's search for the best strengths ends at 0.5."""
 
     alpha: float = 0.5
 
@@ -193,16 +168,8 @@ class NumpyTransform(Transform):
 
 
 def map_images(x: Tensor, function: Callable[..., NumpyImage], *numbers: Tensor) -> Tensor:
-    """Apply a numpy function to each image of a batch and its numbers.
-
-    Args:
-        x: [B, C, H, W], which the function gets as [C, H, W] of double precision.
-        function: (image, *numbers) -> image of any one shape.
-        *numbers: [B] each, one number per image.
-
-    Returns:
-        [B, …] of x's type, on its device.
-    """
+    """Apply a function of numpy images [C, H, W] and of numbers to each image and its numbers."""
+    # In double precision, in which scikit-image computes.
     images, values = x.detach().cpu().double().numpy(), (number.tolist() for number in numbers)
     changed = [function(*each) for each in zip(images, *values, strict=True)]
     return torch.from_numpy(np.stack(changed)).to(x)
@@ -260,10 +227,7 @@ def raised(x: Tensor, low: float) -> Tensor:
 
 
 def soft_round(t: Tensor) -> Tensor:
-    """Round with a slope (RT paper, eq. 14; Shin and Song 2017): round(t) + (t - round(t))^3.
-
-    Halves are rounded to even.
-    """
+    """Round with a slope (RT paper, eq. 14; Shin and Song 2017): round(t) + (t - round(t))^3."""
     nearest = t.round()
     return nearest + (t - nearest) ** 3
 

@@ -57,10 +57,12 @@ class GaussianBlur(Transform):
             size = torch.tensor(self.sizes, device=x.device)
         if std is None:
             std = x.new_tensor([self.std])
+        # Every kernel is as large as the largest one, with zeros around its own size.
         reach = max(self.sizes) // 2
         distance = torch.arange(-reach, reach + 1, device=x.device)
         within = (distance.abs() <= size[:, None] // 2)[:, None]
         weights = within * torch.exp(-((distance / std[..., None]) ** 2) / 2)
+        # Normalised after the cut, so that a constant image stays as it is.
         weights = (weights / weights.sum(-1, keepdim=True)).to(x)[..., None, None, None]
         down, across = weights.unbind(1)
         padded = pad(x, [reach] * 4, mode="reflect")
@@ -69,11 +71,7 @@ class GaussianBlur(Transform):
 
 @dataclass(frozen=True)
 class SizedBlur(Transform):
-    """A blur by a square of one size, or of several, one of which each image gets.
-
-    Args:
-        size: side of the square in pixels, odd; or several.
-    """
+    """A blur by a square of one odd size in pixels, or of one of several sizes for each image."""
 
     size: int | tuple[int, ...]
     odd = "size"
@@ -100,11 +98,7 @@ class SizedBlur(Transform):
 
 @dataclass(frozen=True)
 class MedianBlur(SizedBlur):
-    """Take the median of the square around each pixel; outside the image is black.
-
-    Args:
-        size: see `SizedBlur`.
-    """
+    """Take the median of the square around each pixel; outside the image is black."""
 
     size: int | tuple[int, ...] = 3
 
@@ -125,7 +119,6 @@ class Bilateral(SizedBlur):
     on images in [0, 1], where 5 to 20 leave a mere Gaussian blur.
 
     Args:
-        size: see `SizedBlur`.
         space: lowest and highest standard deviation of the distance in pixels.
         color: lowest and highest standard deviation of the colour, images span [0, 1]; the distance
             of two colours is the sum of their channels' differences.
@@ -187,11 +180,7 @@ def sample_one_of(x: Tensor, values: tuple[int, ...], generator: Generator) -> T
 
 
 def correlated(x: Tensor, weights: Sequence[float | Tensor], dim: int) -> Tensor:
-    """Sum weighted neighbours along one side of images; several times as fast as a convolution.
-
-    The side, of dimension 2 or 3 of x [B, C, H, W], has k - 1 pixels less afterwards. The weights
-    are k numbers, or k tensors that broadcast with x: a kernel for each image.
-    """
+    """Sum weighted neighbours along one side of images; several times as fast as a convolution."""
     length = x.shape[dim] - len(weights) + 1
     total = x.narrow(dim, 0, length) * weights[0]
     for place, weight in enumerate(weights[1:], 1):
@@ -234,15 +223,10 @@ def _middle(low: Tensor, high: Tensor, other: Tensor) -> Tensor:
 
 
 def gather_pixels(padded: Tensor, index: Tensor, size: int) -> Tensor:
-    """Gather one pixel of the square around each: a cheaper backward pass than through squares.
-
-    Args:
-        padded: [B, C, H + size - 1, W + size - 1] the image with its border.
-        index: [B, C, H, W] int32 or int64, which pixel of the square, row by row.
-        size: side of the squares in pixels.
-    """
+    """Gather pixel `index` [B, C, H, W] of the square around each, counted row by row."""
     height, width = index.shape[2:]
     square = torch.arange(size**2, device=index.device)
+    # One gather has a cheaper backward pass than a sum over squares.
     offset = square // size * padded.shape[3] + square % size
     row = torch.arange(height, device=index.device)[:, None]
     corner = row * padded.shape[3] + torch.arange(width, device=index.device)

@@ -23,12 +23,9 @@ Task = tuple[Tensor, tuple[Tensor, ...], Tensor]
 class BPDANet(nn.Module):
     """The network that learns a transform in Sitawarin et al. (ICML 2022), six layers (CoordConv).
 
-    Its input is the image, the row and the column of each pixel, and the transform's parameters as
-    further planes. Each layer but the last passes the input on, concatenated to its own output.
-
-    Args:
-        channels: C of the images.
-        planes: P, the number of planes that `planes_of` makes of the transform's parameters.
+    Its input is the image, the row and the column of each pixel, and the planes that `planes_of`
+    makes of the transform's parameters. Each layer but the last passes the input on, concatenated
+    to its own output.
     """
 
     low: Tensor
@@ -47,15 +44,11 @@ class BPDANet(nn.Module):
         self.to(memory_format=torch.channels_last)  # faster, by a third in training on a CPU
 
     def forward(self, x: Tensor, *params: Tensor) -> Tensor:
-        """Estimate `transform(x, *params)` in [0, 1].
-
-        Args:
-            x: [B, C, H, W] images in [0, 1], of any size.
-            *params: the transform's, as its `sample` returns them.
-        """
+        """Estimate `transform(x, *params)` in [0, 1]."""
         channels = self.layers[-1][0].out_channels  # type: ignore[index]
         if x.shape[1] != channels:
             raise ValueError(f"this network is of {channels} channels, got images {list(x.shape)}")
+        # A constant parameter has no range to divide by.
         span = (self.high - self.low).clamp_min(MIN_RANGE)
         planes = (planes_of(x, params) - self.low[:, None, None]) / span[:, None, None]
         row, column = (torch.arange(n, device=x.device).to(x) * 2 / n - 1 for n in x.shape[2:])
@@ -76,15 +69,10 @@ class BPDANet(nn.Module):
 
 
 def planes_of(x: Tensor, params: Sequence[Tensor]) -> Tensor:
-    """Turn the parameters of a transform into planes beside the images.
-
-    Parameters of four dimensions, [B, …, h, w], are resized to the images' size. All others, such
-    as the matrix of `Affine`, give one constant plane per number.
-
-    The planes are [B, P, H, W] of x's dtype.
-    """
+    """Return the parameters of a transform as planes [B, P, H, W] beside the images."""
     planes = [x.new_empty(len(x), 0, *x.shape[2:])]
     for param in params:
+        # Planes are resized to the images; any other number makes a constant plane.
         shaped = param.to(x) if param.dim() == 4 else param.to(x).reshape(len(x), -1, 1, 1)
         planes.append(interpolate(shaped, x.shape[2:]) if shaped.shape[1] else shaped)
     return torch.cat(planes, 1)
@@ -105,19 +93,9 @@ class _ReplaceGradient(torch.autograd.Function):
 def approximated(
     transform: Transform, x: Tensor, params: Sequence[Tensor], net: nn.Module | None = None
 ) -> Tensor:
-    """Apply a transform exactly, with the gradient of a network or of the identity.
-
-    Args:
-        transform: any, with or without a gradient.
-        x: [B, C, H, W] images in [0, 1].
-        params: as the transform's `sample` returned them.
-        net: in evaluation mode; the gradient is its vector-Jacobian product at (x, params). None:
-            the identity.
-
-    Returns:
-        [B, C, H, W], `transform(x, *params)` to the bit.
-    """
+    """Apply a transform exactly, with a network's gradient at (x, params) or the identity's."""
     with torch.no_grad():
+        # The images are those of the transform, to the bit.
         y = transform(x, *params)
     if not (x.requires_grad and torch.is_grad_enabled()):
         return y
@@ -127,17 +105,11 @@ def approximated(
 
 @dataclass(frozen=True)
 class Trained:
-    """A network after its training.
+    """A network after its training."""
 
-    Args:
-        net: in evaluation mode, its weights frozen.
-        error: mean squared error on the held-out images, in squared pixel units.
-        identity: the same error of the untransformed images.
-    """
-
-    net: BPDANet
-    error: float
-    identity: float
+    net: BPDANet  # in evaluation mode, its weights frozen
+    error: float  # mean squared error on the held-out images, in squared pixel units
+    identity: float  # the same error of the untransformed images
 
 
 def train_bpda(
@@ -155,11 +127,7 @@ def train_bpda(
     whose number `held_out` computes and whose parameters stay.
 
     Args:
-        transform: the transform to learn.
         images: [N, C, H, W] in [0, 1], on the device of the training.
-        epochs: passes over the images.
-        batch_size: images per step.
-        lr: learning rate of Adam.
         generator: source of the initial weights, the order and the parameters.
         progress: called after each step with its number of images.
 
@@ -179,6 +147,7 @@ def train_bpda(
         params = transform.sample(x, generator)
         return x, params, transform(x, *params)
 
+    # Shuffled first, for a data set may be sorted by class.
     images = images[torch.randperm(len(images), generator=generator).to(images.device)]
     train, validation = images[count:], torch.split(images[:count], batch_size)
     tasks = [task(x) for x in validation]
@@ -224,11 +193,8 @@ def _initial_net(transform: Transform, x: Tensor, generator: torch.Generator | N
 
 
 def place_of(folder: Path | str, transform: Transform, shape: Sequence[int] | None) -> Path:
-    """Return the file of a transform's network, `*` in place of the shape [C, H, W] if it is None.
-
-    The name depends on the transform and its arguments, but not on the probability p: the network
-    learns the transform itself.
-    """
+    """Return the file of a transform's network for images [C, H, W]; `*` stands for any shape."""
+    # Arguments are hashed, for a file's name could not hold them all.
     digest = hashlib.sha256(_spec(transform).encode()).hexdigest()[:8]
     size = "x".join(map(str, shape)) if shape else "*"
     return Path(folder) / f"{type(transform).__name__}_{digest}_{size}.pt"
@@ -242,6 +208,7 @@ def _spec(transform: Transform) -> str:
             return f"[{', '.join(map(canonical, value))}]"
         return f"{value:.9g}" if isinstance(value, float) else str(value)
 
+    # The network learns the transform itself, however probable it is.
     names = [field.name for field in fields(transform) if field.name != "p"]
     arguments = ", ".join(f"{name}={canonical(getattr(transform, name))}" for name in names)
     return f"{type(transform).__name__}({arguments})"
@@ -250,15 +217,7 @@ def _spec(transform: Transform) -> str:
 def save_approximation(
     folder: Path | str, transform: Transform, shape: Sequence[int], net: BPDANet, **about: Any
 ) -> Path:
-    """Write a network to its file, atomically, and return the file.
-
-    Args:
-        folder: created if it is missing.
-        transform: the transform that the network was trained on.
-        shape: [C, H, W] of the images it was trained on.
-        net: the network.
-        **about: plain values to keep beside it.
-    """
+    """Write a network to its file, atomically, and return the file."""
     path = place_of(folder, transform, shape)
     about = {"transform": _spec(transform), "shape": list(shape), **about}
     atomic_save({"weights": net.state_dict(), "about": about}, path)
@@ -266,12 +225,7 @@ def save_approximation(
 
 
 def load_approximation(path: Path | str) -> tuple[BPDANet, dict[str, Any]]:
-    """Load a network, in evaluation mode and frozen, and the values saved beside it.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file has other content.
-    """
+    """Load a network, in evaluation mode and frozen, and the values saved beside it."""
     try:
         with torch.inference_mode(False):
             content = torch.load(path, map_location="cpu", weights_only=True)
@@ -293,7 +247,6 @@ def load_approximations(
     """Load the networks that `lightning-rob bpda` has saved in a folder.
 
     Args:
-        folder: folder of the files.
         transforms: transforms whose networks are wanted, trained with the same arguments.
         shape: [C, H, W] of the images they were trained on; None where the folder has only one.
 

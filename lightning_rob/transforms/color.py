@@ -45,15 +45,8 @@ SLOPES = ((0, 1, 0, 0, -1, 0), (-1, 0, 0, 1, 0, 0), (0, 0, -1, 0, 0, 1))
 
 
 def rgb_to_hsv(x: Tensor) -> Tensor:
-    """Convert RGB to HSV with a gradient everywhere, as the RT paper's authors compute it.
-
-    Args:
-        x: [B, 3, H, W] in [0, 1].
-
-    Returns:
-        [B, 3, H, W]: hue in radians, of the angle h 2 pi mod~(h / 2 pi) with the soft modulo of
-        eq. 15, saturation and value; it can be differentiated once.
-    """
+    """Convert RGB [B, 3, H, W] to HSV with a gradient everywhere, as the RT paper's authors do."""
+    # The hue h, in radians, goes through the soft modulo of eq. 15: 2 pi mod~(h / 2 pi).
     hsv: Tensor = _ToHSV.apply(x) if differentiates(x) else _to_hsv(x)[0]
     return hsv
 
@@ -65,13 +58,11 @@ def _refuse_second_derivative() -> None:
 
 
 def _to_hsv(x: Tensor) -> tuple[Tensor, ...]:
-    """Return HSV, the spread of the channels, which is the largest, and the hue in sextants.
-
-    Masks are numbers, for sums of products take a fraction of the time of `torch.where`.
-    """
+    """Return HSV, the spread of the channels, which is the largest, and the hue in sextants."""
     red, green, blue = x.unbind(1)
     value = torch.maximum(torch.maximum(red, green), blue)
     spread = value - torch.minimum(torch.minimum(red, green), blue)
+    # Masks are numbers: sums of products take a fraction of the time of `torch.where`.
     is_red = (red == value).to(x)
     is_green = (green == value).to(x) * (1 - is_red)
     is_blue = 1 - is_red - is_green
@@ -112,11 +103,7 @@ class _ToHSV(torch.autograd.Function):
 
 
 def hsv_to_rgb(x: Tensor) -> Tensor:
-    """Convert HSV, the hue in radians, to RGB; only close to an inverse of `rgb_to_hsv`.
-
-    The sector is that of the true hue, the position in it that of the soft modulo. The result
-    [B, 3, H, W] can be differentiated once.
-    """
+    """Convert HSV, the hue in radians, to RGB; only close to an inverse of `rgb_to_hsv`."""
     rgb: Tensor = _FromHSV.apply(x) if differentiates(x) else _from_hsv(x)[0]
     return rgb
 
@@ -127,6 +114,7 @@ def _from_hsv(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     turns = hue / TURN
     sector = (6 * turns.detach()).floor()
     sector = sector - 6 * (sector / 6).floor()
+    # The true hue decides the sector, the soft modulo the position in it.
     position = (6 * soft_modulo(turns) - sector)[:, None]
     places = sector.to(torch.int32).clamp(0, 5).flatten()  # a NaN is anywhere
     slope, below = (
@@ -159,31 +147,18 @@ class _FromHSV(torch.autograd.Function):
 
 
 def jitter_hsv(x: Tensor, factor: Tensor, shift: Tensor, shifted: Tensor) -> Tensor:
-    """Scale saturations and shift hues in a single round trip through HSV.
-
-    Args:
-        x: [B, 3, H, W] RGB.
-        factor: [B] of the saturations, which are clamped at 1.
-        shift: [B] of the hues, in radians.
-        shifted: [B] bool, whether the hue goes through the soft modulo at all: even a shift by 0
-            changes it.
-
-    Returns:
-        [B, 3, H, W] RGB.
-    """
+    """Scale saturations by [B] and shift hues by [B] radians in one round trip through HSV."""
     hue, saturation, value = rgb_to_hsv(x).unbind(1)
     shift, shifted, factor = (each[:, None, None] for each in (shift, shifted, factor))
     shifted = shifted.to(x)
+    # Even a shift by 0 changes a hue, so that others skip the soft modulo.
     hue = shifted * (TURN * soft_modulo((hue + shift) / TURN)) + (1 - shifted) * hue
     return hsv_to_rgb(torch.stack([hue, clip(saturation * factor, 0, 1), value], 1))
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A power of x + shift beyond a threshold, below it a straight line.
-
-    gain ((x + shift) / (1 + shift))^exponent - drop, or slope x + intercept.
-    """
+    """A power of x + shift beyond a threshold, below it a straight line."""
 
     threshold: float
     exponent: float
@@ -201,6 +176,7 @@ class Curve:
     def parts(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the curve, its power and 1 where x is beyond the threshold, else 0."""
         beyond, line = (x > self.threshold).to(x), x * self.slope + self.intercept
+        # gain ((x + shift) / (1 + shift))^exponent - drop, or the line slope x + intercept.
         base = (x.clamp_min(self.threshold) + self.shift) / (1 + self.shift)
         power = self.gain * base**self.exponent
         return (power - self.drop) * beyond + line * (1 - beyond), power, beyond
@@ -242,6 +218,7 @@ def rgb_to_lab(x: Tensor) -> Tensor:
 def lab_to_rgb(x: Tensor) -> Tensor:
     """Convert CIE L*a*b* [B, 3, H, W] to RGB, not clamped."""
     light = (x[:, 0] + 16) / 116
+    # Clamped as in kornia and scikit-image.
     across, deep = light + x[:, 1] / 500, (light - x[:, 2] / 200).clamp_min(0)
     white = over_pixels(x.new_tensor([WHITE]))
     xyz = FROM_ROOT(torch.stack([across, light, deep], 1)) * white
@@ -353,6 +330,7 @@ def _grey(x: Tensor, weights: Tensor) -> Tensor:
 
 def _where_channel(channel: Tensor, chosen: Tensor, other: Tensor) -> Tensor:
     """[B, 3, H, W] `chosen` at the given channel of each image, `other` at the two others."""
+    # A sum of products takes a fraction of the time of `torch.where`.
     mask = over_pixels(torch.arange(3, device=channel.device) == channel[:, None]).to(chosen)
     return chosen * mask + other * (1 - mask)
 

@@ -114,6 +114,7 @@ class FFT(AlphaTransform):
         return between(x, 0.98, 1.02, generator=generator), kept.to(x)
 
     def apply(self, x: Tensor, gain: Tensor, kept: Tensor) -> Tensor:
+        # Half of the spectrum suffices: that of a real image is symmetric.
         spectrum = torch.fft.rfft2(x) * (over_pixels(gain) * kept)
         y: Tensor = torch.fft.irfft2(spectrum, s=x.shape[2:])
         return y
@@ -122,19 +123,10 @@ class FFT(AlphaTransform):
 def jpeg(
     x: Tensor, quality: Tensor, released_code: bool = False, transposed: bool = True
 ) -> Tensor:
-    """Compress and decompress with a gradient, chroma at half the resolution.
-
-    Args:
-        x: [B, C, H, W] in [0, 1], C = 1 (luma alone) or 3; padded to a multiple of 16 by its edge.
-        quality: [B] from 1 to 100.
-        released_code: see `table_factor`.
-        transposed: exchange the horizontal and vertical frequencies of the standard's tables.
-
-    Returns:
-        [B, C, H, W], not clamped.
-    """
+    """Compress images of one or three channels by qualities [B] with a gradient; not clamped."""
     height, width = x.shape[2:]
     padded = pad(x, [0, -width % 16, 0, -height % 16], mode="replicate") * WHITE
+    # At quality 100 the factor is 0, which would divide; the released one is negative below 50.
     factor = table_factor(quality, released_code).abs().clamp_min(MIN_FACTOR)[:, None, None]
     tables = x.new_tensor([LUMA, CHROMA])
     luma, chroma = (factor * t for t in (tables.mT if transposed else tables))
@@ -151,11 +143,9 @@ def jpeg(
 
 
 def table_factor(quality: Tensor, released_code: bool = False) -> Tensor:
-    """Compute the factor of the standard tables at a quality from 1 to 100; [B] -> [B].
-
-    5000 / q percent below quality 50, 200 - 2q from there on, as in libjpeg. The authors' code
-    puts the result of the first formula into the second.
-    """
+    """Compute the factor of the standard tables at a quality from 1 to 100; [B] -> [B]."""
+    # As in libjpeg 5000 / q percent below quality 50, and 200 - 2q from there on. The authors' code
+    # puts the result of the first formula into the second.
     coarse = 50 / quality
     return torch.where(quality < 50, 2 - 2 * coarse if released_code else coarse, 2 - quality / 50)
 

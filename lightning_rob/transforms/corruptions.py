@@ -17,13 +17,7 @@ LARGEST_SEED = 2**24 - 1  # float32 represents all integers up to here
 
 @dataclass(frozen=True)
 class Brightness(Transform):
-    """Raise the value of HSV, as CIFAR-10-C does: hue and saturation stay.
-
-    The same number is added to a grey image, of one channel or three.
-
-    Args:
-        severity: 1 … 5, which add 0.05, 0.1, 0.15, 0.2 and 0.3.
-    """
+    """Raise the value of HSV, or grey, as CIFAR-10-C does: hue and saturation stay."""
 
     severity: int = 1
     limits = (("severity", 1, 5),)
@@ -76,6 +70,7 @@ class Corruption(Transform):
             raise ValueError(f"no corruption {self.name!r}, there are {', '.join(known)}")
         corrupt = known[self.name]
         seeded = "seed" in inspect.signature(corrupt).parameters
+        # The package takes images of 8 bits and three channels.
         bytes_ = (255 * x.detach()).round().byte().expand(-1, 3, -1, -1).permute(0, 2, 3, 1).cpu()
         images, state = [], np.random.get_state()
         try:

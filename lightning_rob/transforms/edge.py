@@ -12,6 +12,7 @@ FLAT = 1e-6  # keeps an image without edges, which becomes mid-grey, from dividi
 
 def stretch(z: Tensor) -> Tensor:
     """Shift and scale each image, all channels alike, to span [0, 1]; [B, C, H, W] both."""
+    # All channels together, so that colours keep their proportions.
     low, high = z.amin((1, 2, 3), keepdim=True), z.amax((1, 2, 3), keepdim=True)
     return (z - low + FLAT / 2) / (high - low + FLAT)
 
@@ -41,11 +42,9 @@ class Sobel(Transform):
 
 
 def sobel(x: Tensor) -> Tensor:
-    """Compute kornia's `sobel(x, normalized=True, eps=1e-6)`, [B, C, H, W], in half of its time.
-
-    Each kernel is separable: a sum along one side and a difference along the other.
-    """
+    """Compute kornia's `sobel(x, normalized=True, eps=1e-6)`, [B, C, H, W], in half of its time."""
     p = pad(x, [1] * 4, "replicate")
+    # Each kernel is separable: a sum along one side and a difference along the other.
     columns = p[:, :, :-2] + 2 * p[:, :, 1:-1] + p[:, :, 2:]
     rows = p[..., :-2] + 2 * p[..., 1:-1] + p[..., 2:]
     across = (columns[..., 2:] - columns[..., :-2]) / 8

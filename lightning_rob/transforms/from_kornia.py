@@ -25,7 +25,6 @@ class FromKornia(Transform):
         augmentation: a module that takes images [1, C, H, W] in [0, 1] and keeps their size.
 
     Raises:
-        TypeError: something else than a module of `kornia.augmentation`.
         ValueError: when called, images of another shape come out.
     """
 
@@ -63,6 +62,7 @@ class FromKornia(Transform):
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor, ...]:
         """(seed [B] int64 of each image's augmentation)."""
+        # Two numbers of 24 bits make a seed of 48.
         digits = (uniform(x.float(), 2, generator=generator) * 2**24).long()
         return (digits[:, 0] * 2**24 + digits[:, 1],)
 

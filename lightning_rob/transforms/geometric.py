@@ -56,7 +56,7 @@ class Crop(AlphaTransform):
             corner = (uniform(x, 2, generator=generator) * (image - size + 1)).floor()
             return (torch.cat([corner, size], 1).long(),)
         # As torchvision's `RandomResizedCrop`: the area is a share U(1 - alpha, 1 + alpha), the
-        # logarithm of width to height uniform between those of 3/4 and 4/3.
+        # logarithm of width to height uniform from log(3/4) to log(4/3).
         u = uniform(x, TRIES, 2, generator=generator)
         area = rows * columns * (1 - self.alpha + (2 * self.alpha) * u[..., 0] + EPS)
         ratio = MIN_RATIO ** (1 - 2 * u[..., 1])
@@ -89,6 +89,7 @@ def _largest_box(rows: int, columns: int) -> tuple[int, int]:
 def _source_positions(length: int, start: Tensor, side: Tensor) -> Tensor:
     """[B, length]: where in the image each pixel of the resized box lies, along one side."""
     center = torch.arange(length, device=start.device, dtype=start.dtype) + 0.5
+    # The centres of pixels lie at halves, as in resizing without aligned corners.
     inside = center * (side[:, None] / length) - 0.5
     return start[:, None] + torch.minimum(inside.clamp_min(0), side[:, None] - 1)
 
@@ -138,7 +139,6 @@ class Swirl(AlphaTransform):
         return place.floor(), radius, between(x, *(self.strength or (0, most)), generator=generator)
 
     def apply(self, x: Tensor, center: Tensor, radius: Tensor, strength: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]: as `skimage.transform.swirl`."""
         from kornia.geometry.transform import remap
 
         rows, columns = x.shape[2:]

@@ -79,15 +79,10 @@ class PoissonNoise(AdditiveNoise):
 
 
 def summed_poisson_quantile(u: Tensor, rate: Tensor, max_rate: float) -> Tensor:
-    """Compute `poisson_quantile` by summing the probabilities: faster for small rates.
-
-    Args:
-        u: any shape, in [0, 1).
-        rate: same shape, mean count, from 0 to max_rate.
-        max_rate: determines the number of terms.
-    """
+    """Compute `poisson_quantile` by summing the probabilities: faster where rates are small."""
     dtype, rate = u.dtype, rate.double()  # in single precision rounding would hide the tail
     u = u.to(rate).clamp(2.0**-25, 1 - 2.0**-24)
+    # Before step k of the loop `term` is P(count = k - 1), and `below` P(count < k).
     term = (-rate).exp()
     below, count = term.clone(), torch.zeros_like(rate, dtype=torch.float32)
     # at rates up to 4, counts beyond the last term have a probability below 2^-25
@@ -99,12 +94,7 @@ def summed_poisson_quantile(u: Tensor, rate: Tensor, max_rate: float) -> Tensor:
 
 
 def poisson_quantile(u: Tensor, rate: Tensor) -> Tensor:
-    """Compute the smallest count k with P(Poisson(rate) <= k) >= u, of u's dtype.
-
-    Args:
-        u: any shape, in [0, 1).
-        rate: same shape, mean count, from 0 to 1000.
-    """
+    """Compute the smallest count k with P(Poisson(rate) <= k) >= u, for rates from 0 to 1000."""
     dtype, rate = u.dtype, rate.to(torch.promote_types(u.dtype, torch.float32))
     u = u.to(rate).clamp(2.0**-25, 1 - 2.0**-24)
     # The expansion of Cornish and Fisher (1938) is off by one at most for these rates; its second

@@ -173,9 +173,6 @@ def chosen(names: str | Sequence[str], seed: int = 0) -> dict[str, Transform]:
 
     Returns:
         The transformations by name: those drawn in the paper's order, each once.
-
-    Raises:
-        ValueError: an unknown name, or a number larger than the group.
     """
     requested = [names] if isinstance(names, str) else list(names)
     if not requested:

@@ -30,9 +30,6 @@ class Edges(Transform):
     """Compute the length of the gradient, at most 1 on a step from black to white, as scikit-image.
 
     Each channel by itself, where Athena's code makes color images grey; the border is repeated.
-
-    Args:
-        kind: sobel, scharr, prewitt or roberts.
     """
 
     kind: Literal["sobel", "scharr", "prewitt", "roberts"]
@@ -73,12 +70,9 @@ class Rank(Transform):
 
     The border is repeated. Athena's rank 15 is that of a cube through the channels: among the 27
     values of a grey image, each of them three times, it is the sixth of nine.
-
-    Args:
-        place: rank, from 0, the smallest, to 8, the largest.
     """
 
-    place: int
+    place: int  # from 0, the smallest, to 8, the largest
     limits = (("place", 0, 8),)
 
     def apply(self, x: Tensor) -> Tensor:
@@ -118,9 +112,6 @@ class Morphology(Transform):
     mirror image, so that opening and closing keep the picture in place, as in Serra (1982), scipy
     and kornia. OpenCV, which Athena calls, takes the same square for both: its openings and
     closings move the picture by a pixel.
-
-    Args:
-        operation: erosion, dilation, opening, closing or gradient (dilation minus erosion).
     """
 
     operation: Literal["erosion", "dilation", "opening", "closing", "gradient"]
@@ -151,15 +142,10 @@ class SegmentBorders(NumpyTransform):
 
 @dataclass(frozen=True)
 class DenoiseVariation(NumpyTransform):
-    """Reduce the total variation (Chambolle 2004; Goldstein and Osher 2009).
-
-    Args:
-        method: "chambolle" or "bregman".
-        weight: Chambolle's grows with the smoothness, Bregman's with the fidelity.
-    """
+    """Reduce the total variation (Chambolle 2004; Goldstein and Osher 2009)."""
 
     method: Literal["chambolle", "bregman"]
-    weight: float
+    weight: float  # Chambolle's grows with the smoothness, Bregman's with the fidelity
 
     def transform_image(self, image: NumpyImage) -> NumpyImage:
         if self.method == "chambolle":
@@ -186,14 +172,10 @@ class DenoiseMeans(NumpyTransform):
     """Average pixels whose 5x5 surroundings are alike: non-local means (Buades et al. 2005).
 
     The noise's deviation is estimated for each image; without noise, the image is unchanged.
-
-    Args:
-        strength: h, how much the surroundings may differ, in deviations of the noise.
-        fast: weigh all pixels of a patch equally, else by a Gaussian.
     """
 
-    strength: float
-    fast: bool = False
+    strength: float  # h, how much the surroundings may differ, in deviations of the noise
+    fast: bool = False  # weigh all pixels of a patch equally, else by a Gaussian
 
     def transform_image(self, image: NumpyImage) -> NumpyImage:
         if not (sigma := estimate_noise(image)):
@@ -204,23 +186,18 @@ class DenoiseMeans(NumpyTransform):
 
 
 def _call(denoise: Callable[..., NumpyImage], image: NumpyImage, **options: Any) -> NumpyImage:
-    """Call a denoiser of scikit-image on [C, H, W]; a single channel goes as [H, W].
-
-    `denoise_tv_bregman` and `denoise_nl_means` return [1, H, W] as [W, H] (scikit-image 0.26).
-    """
-    if len(image) == 1:
+    """Call a denoiser of scikit-image on [C, H, W]."""
+    if len(image) == 1:  # some of them return [1, H, W] as [W, H] (scikit-image 0.26)
         return denoise(image[0], **options)[None]
     return denoise(image, channel_axis=0, **options)
 
 
 def estimate_noise(image: NumpyImage) -> float:
-    """Estimate the deviation of the noise in [C, H, W], averaged over the channels.
-
-    A channel without any detail has no estimate and counts as one without noise.
-    """
+    """Estimate the deviation of the noise in [C, H, W], averaged over the channels."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Mean of empty slice|invalid value", RuntimeWarning)
         sigmas = restoration.estimate_sigma(image, channel_axis=0)  # type: ignore[no-untyped-call]
+    # A channel without any detail has no estimate.
     known = [0.0 if math.isnan(sigma) else sigma for sigma in sigmas]
     return sum(known) / len(known)
 
@@ -231,24 +208,15 @@ class Cartoon(Transform):
 
     The image is rounded to eight bits between all steps. Athena's configurations ask for windows of
     7 to 250 pixels, its code uses the same small one for all, and so does this class. kornia's
-    pyramid and square window replace OpenCV's: on digits the difference is 0.02 on average, or
-    less.
-
-    Args:
-        halvings: number of times the image is halved before smoothing, and doubled after it.
-        smoothings: number of bilateral filters, one after the other.
-        block: side in pixels, odd, of the surroundings.
-        darker: by how many of 255 levels an outline is darker than the mean of its surroundings.
-        gaussian: weigh the surroundings by a Gaussian, else equally.
-        color: standard deviation of the bilateral filters in levels.
+    pyramid and square window replace OpenCV's: on digits the difference is 0.02 on average or less.
     """
 
-    halvings: int
-    smoothings: int
-    block: int
-    darker: float
-    gaussian: bool = False
-    color: float = 300.0
+    halvings: int  # how often the image is halved before smoothing, and doubled after it
+    smoothings: int  # number of bilateral filters, one after the other
+    block: int  # side in pixels, odd, of the surroundings
+    darker: float  # by how many of 255 levels an outline is below the mean of its surroundings
+    gaussian: bool = False  # weigh the surroundings by a Gaussian, else equally
+    color: float = 300.0  # standard deviation of the bilateral filters in levels
     channels = (1, 3)
     differentiable = False
 
@@ -259,6 +227,7 @@ class Cartoon(Transform):
         from kornia.filters import bilateral_blur
         from kornia.geometry.transform import pyrdown, pyrup
 
+        # Padded to a multiple, for each halving needs even sides.
         step = 2**self.halvings
         y = round_8bit(pad(x, [0, -x.shape[3] % step, 0, -x.shape[2] % step], mode="replicate"))
         for _ in range(self.halvings):

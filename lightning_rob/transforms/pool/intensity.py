@@ -39,13 +39,10 @@ def round_8bit(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Quantize(NumpyTransform):
-    """Quantize each image to k colors of its own: k-means on its pixels in CIE L*a*b*.
+    """Quantize each image to at most k colors of its own: k-means on its pixels in CIE L*a*b*.
 
     Athena's code runs k-means on mini-batches; on the distinct colors of a small image, each
     weighted by its number of pixels, full k-means is faster and nearer to the smallest error.
-
-    Args:
-        colors: k, at most.
     """
 
     colors: int
@@ -60,6 +57,7 @@ class Quantize(NumpyTransform):
         from sklearn.cluster import KMeans  # more than a second to import
 
         pixels = image.reshape(len(image), -1).T
+        # Each distinct colour once, weighted by its pixels.
         found, index, counts = np.unique(pixels, return_inverse=True, return_counts=True, axis=0)
         count = min(self.colors, len(found))
         means = KMeans(count, n_init=1, random_state=seed)
@@ -106,11 +104,8 @@ class NormalizeFeature(Transform):
     """Subtract the mean of a data set and divide by its deviation; clamp as `NormalizeImage`.
 
     Athena's code fits Keras' `featurewise_center` anew on each batch that it transforms, which
-    makes one image's result depend on the others; here the numbers are fixed.
-
-    Args:
-        mean: one number per channel; None: MNIST's for grey, CIFAR-10's for color.
-        std: likewise.
+    makes one image's result depend on the others; here the numbers are fixed, one per channel.
+    None takes those of MNIST for grey images and of CIFAR-10 for color.
     """
 
     mean: Sequence[float] | None = None
@@ -157,6 +152,7 @@ class Noise(Transform):
         if self.kind == "poisson":
             clean = x.detach()
             distinct = torch.tensor([len(image.unique()) for image in clean], device=x.device)
+            # As `skimage.util.random_noise`: the distinct values, rounded up to a power of two.
             photons = (2 ** distinct.log2().ceil()).to(x)[:, None, None, None]
             u = uniform(x, *x.shape[1:], generator=generator)
             return ones, poisson_quantile(u, clean.clamp_min(0) * photons) / photons - clean
@@ -173,9 +169,6 @@ class CompressJPEG(Transform):
 
     On digits a pixel is on average 0.6 to 1.5 of 255 levels away from Pillow's files, which are
     themselves 2 to 8 levels away from the image.
-
-    Args:
-        quality: from 1 to 100.
     """
 
     quality: int
@@ -189,11 +182,7 @@ class CompressJPEG(Transform):
 
 @dataclass(frozen=True)
 class CompressPNG(Transform):
-    """Round to eight bits: PNG loses nothing else, at any level.
-
-    Args:
-        level: of compression, from 0 to 9; the result is the same for all.
-    """
+    """Round to eight bits: PNG loses nothing else, at any level of compression from 0 to 9."""
 
     level: int
     differentiable = False

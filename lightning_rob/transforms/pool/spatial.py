@@ -32,13 +32,10 @@ class Identity(Transform):
 
 @dataclass(frozen=True)
 class Rotate(Transform):
-    """Rotate anticlockwise by multiples of 90 degrees, exactly.
+    """Rotate anticlockwise by quarter turns, exactly; images must be square for all but two.
 
     Athena's code rotates about the pixel (14, 14), which is not the centre of 28 pixels, and so
     loses a line of the image; this one rotates about the true centre.
-
-    Args:
-        quarters: 1, 2 or 3 times 90 degrees; all but 2 need square images.
     """
 
     quarters: Literal[1, 2, 3]
@@ -55,12 +52,7 @@ class Rotate(Transform):
 
 @dataclass(frozen=True)
 class Flip(Transform):
-    """Mirror the image.
-
-    Args:
-        horizontal: exchange left and right.
-        vertical: exchange top and bottom.
-    """
+    """Mirror the image from left to right, from top to bottom, or both."""
 
     horizontal: bool = False
     vertical: bool = False
@@ -78,14 +70,10 @@ class Shift(Transform):
     """Shift by whole pixels; the new pixels are black, those beyond the border are lost.
 
     A later version of Athena's code shifts by fractions of a pixel, which also blurs.
-
-    Args:
-        rows: downwards, as a share of the height; negative is up. Rounded towards zero to pixels.
-        columns: to the right, as a share of the width.
     """
 
-    rows: float = 0.0
-    columns: float = 0.0
+    rows: float = 0.0  # downwards, as a share of the height, rounded towards zero to pixels
+    columns: float = 0.0  # to the right, as a share of the width
     reversible = True
 
     def __post_init__(self) -> None:
@@ -112,16 +100,11 @@ class ThreePointAffine(Transform):
     """Apply the affine map that takes three points to three others, bilinear, black outside.
 
     Points are (x, y) as shares of width and height; the three source points are Athena's.
-
-    Args:
-        corner: target of (0.25, 0.25).
-        below: target of (0.25, 0.5).
-        right: target of (0.5, 0.25).
     """
 
-    corner: Point = CORNER
-    below: Point = BELOW
-    right: Point = RIGHT
+    corner: Point = CORNER  # target of (0.25, 0.25)
+    below: Point = BELOW  # target of (0.25, 0.5)
+    right: Point = RIGHT  # target of (0.5, 0.25)
 
     def apply(self, x: Tensor) -> Tensor:
         from kornia.geometry.transform import warp_affine
@@ -141,13 +124,10 @@ class ThreePointAffine(Transform):
 
 @dataclass(frozen=True)
 class Distort(Transform):
-    """Roll each column, or row, cyclically by a sine of its index.
+    """Roll each column ("x"), or row ("y"), cyclically by a sine of its index.
 
     Column j moves down by int(H / 5 sin(2 pi j / W)) pixels, or row i to the right by
     int(W / 5 sin(2 pi i / H)), rounded towards zero.
-
-    Args:
-        axis: "x" rolls columns, "y" rolls rows.
     """
 
     axis: Literal["x", "y"]
@@ -170,6 +150,7 @@ class CentralSwirl(Transform):
 
     def apply(self, x: Tensor) -> Tensor:
         rows, columns = x.shape[2:]
+        # As much mirror image as the farthest corner needs when it is turned.
         reach = math.hypot(rows, columns) / 2
         down, across = (min(math.ceil(reach - n / 2) + 1, n - 1) for n in (rows, columns))
         mirrored = pad(x, [across, across, down, down], mode="reflect")
@@ -185,16 +166,11 @@ class RadonReconstruction(NumpyTransform):
 
     Each channel, scaled to [-1, 1], within the largest circle; pixels outside become mid-grey.
     Athena's code projects the pixels outside as well, against its library's advice.
-
-    Args:
-        first: the first angle in degrees.
-        last: the end of the angles, excluded.
-        algebraic: reconstruct by SART (Andersen and Kak 1984), else by filtered back-projection.
     """
 
-    first: float
-    last: float
-    algebraic: bool = False
+    first: float  # angle in degrees
+    last: float  # end of the angles, excluded
+    algebraic: bool = False  # by SART (Andersen and Kak 1984), else by filtered back-projection
 
     def apply(self, x: Tensor) -> Tensor:
         rows, columns = x.shape[2:]
@@ -206,6 +182,7 @@ class RadonReconstruction(NumpyTransform):
         angles = np.linspace(self.first, self.last, 28, endpoint=False)
         center = image.shape[-1] // 2
         squares = (np.arange(image.shape[-1]) - center) ** 2
+        # scikit-image's Radon transform takes the image for zero outside of the circle.
         inside = squares[:, None] + squares <= center**2
         sinograms = [transform.radon(plane * inside, angles) for plane in image]  # type: ignore[no-untyped-call]
         invert: Callable[..., NumpyImage] = (
