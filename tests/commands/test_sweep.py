@@ -22,9 +22,9 @@ from lightning_rob.commands.checkpoints import load_weights, read_checkpoint
 from lightning_rob.commands.sweep import SweepConfig
 from lightning_rob.commands.sweep.study import (
     ResultCache,
-    with_count,
     with_members,
     with_probability,
+    with_value,
 )
 from lightning_rob.commands.sweep.table import SweepTable
 from lightning_rob.commands.sweep.values import parse_values
@@ -323,9 +323,9 @@ def test_the_figure_draws_what_was_measured(swept):
 
 def test_counts_are_changed_in_all_parts_of_an_attack():
     nested = RandomMember(Strongest((APGD, OnMember(ARC(THREAT, 3, 16 / 255), 1))))
-    more = with_count("steps")(nested, 7.0)
+    more = with_value(nested, "steps", 7.0)
     assert [p.steps for p in walk(more) if hasattr(p, "steps")] == [7, 7]
-    fewer = with_count("neighbours")(nested, 2)
+    fewer = with_value(nested, "neighbours", 2)
     assert [p.neighbours for p in walk(fewer) if hasattr(p, "neighbours")] == [2]
     assert fewer.attack.attacks[0] == APGD
 
