@@ -3,7 +3,7 @@
 import torch
 
 
-def arc(members, weights, x, y, threat, steps, step_size, neighbours):
+def arc(members, weights, x, y, threat, steps, step_size, neighbours=None, start=None):
     """ARC paper, Algorithm 2: one backward per class, the ensemble evaluated wherever L appears."""
 
     def per_image(values):
@@ -17,7 +17,7 @@ def arc(members, weights, x, y, threat, steps, step_size, neighbours):
     def nearest(member, images):
         z = images.clone().requires_grad_()
         logits = member(z)
-        values, classes = logits.topk(min(neighbours + 1, logits.shape[1]))
+        values, classes = logits.topk(min((neighbours or 10**6) + 1, logits.shape[1]))
         gradients = [
             torch.autograd.grad(logits.gather(1, c[:, None]).sum(), z, retain_graph=True)[0]
             for c in classes.T
@@ -32,7 +32,7 @@ def arc(members, weights, x, y, threat, steps, step_size, neighbours):
         return normal, best
 
     order = sorted(range(len(members)), key=lambda i: (float(weights[i]), i), reverse=True)
-    delta, best = torch.zeros_like(x), expected(x)
+    delta, best = torch.zeros_like(x) if start is None else start - x, expected(x)
     for _ in range(steps):
         local, local_best = torch.zeros_like(x), best
         for i in order:

@@ -76,30 +76,6 @@ def test_by_hand(objective, s, k):
         assert value[b].item() == pytest.approx(expected, abs=1e-12)
 
 
-def test_cross_entropies_are_torchs():
-    logits, y = draws(3, 50, 10, seed=1)
-    each = torch.stack([F.cross_entropy(z, y, reduction="none") for z in logits])
-    near = {"rtol": 1e-6, "atol": 1e-6}
-    torch.testing.assert_close(cross_entropy(logits, y), each, **near)
-    torch.testing.assert_close(expected_ce(logits, WEIGHTS, y), WEIGHTS @ each, **near)
-    torch.testing.assert_close(worst_ce(logits, WEIGHTS, y), each.min(0).values, **near)
-    log_mean = (WEIGHTS[:, None, None] * logits.softmax(-1)).sum(0).log()
-    expected = F.nll_loss(log_mean, y, reduction="none")
-    torch.testing.assert_close(ce_of_mean_probs(logits, WEIGHTS, y), expected, **near)
-    mean = (WEIGHTS[:, None, None] * logits).sum(0)
-    expected = F.cross_entropy(mean, y, reduction="none")
-    torch.testing.assert_close(ce_of_mean_logits(logits, WEIGHTS, y), expected, **near)
-
-
-def test_cross_entropy_gradient_is_torchs():
-    logits, y = draws(3, 20, 10, seed=2)
-    logits.requires_grad_()
-    ours = torch.autograd.grad(cross_entropy(logits, y).sum(), logits)[0]
-    each = sum(F.cross_entropy(z, y, reduction="sum") for z in logits)
-    theirs = torch.autograd.grad(each, logits)[0]
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("gap", [-1e4, -200.0, -60.0, -49.0, 49.0, 51.0, 60.0, 200.0, 1e4])
 def test_cross_entropy_far_from_the_boundary(gap):
     """Around and far beyond where softplus changes its formula."""
@@ -187,38 +163,12 @@ def test_gradcheck(objective):
     assert torch.autograd.gradcheck(lambda z: objective(z, weights, y), logits)
 
 
-@every_objective
-def test_rises_towards_a_wrong_class(objective):
-    logits, y = draws(3, 30, 4, seed=4)
-    right = torch.nn.functional.one_hot(y, 4).float()
-    worse = objective(logits - right, WEIGHTS, y)
-    assert (worse > objective(logits, WEIGHTS, y)).all()
-
-
-@every_objective
-def test_images_do_not_meet(objective):
-    logits, y = draws(3, 8, 4, seed=5)
-    together = objective(logits, WEIGHTS, y)
-    for b in range(8):
-        alone = objective(logits[:, b : b + 1], WEIGHTS, y[b : b + 1])
-        torch.testing.assert_close(alone[0], together[b])
-    assert objective(logits[:, :0], WEIGHTS, y[:0]).shape == (0,)
-
-
-@every_objective
-def test_constant_added_to_logits_changes_nothing(objective):
-    logits, y = draws(3, 8, 4, seed=6, dtype=torch.float64)
-    shift = torch.randn((3, 8, 1), generator=torch.Generator().manual_seed(6)).double()
-    value = objective(logits + 100 * shift, WEIGHTS.double(), y)
-    torch.testing.assert_close(value, objective(logits, WEIGHTS.double(), y), rtol=1e-9, atol=1e-9)
-
-
 # draws of no weight
 
 
-@pytest.mark.parametrize("objective", [o for o in OBJECTIVES if o is not worst_ce])
+@every_objective
 def test_draw_of_no_weight_changes_nothing(objective):
-    logits, y = draws(3, 8, 4, seed=7)
+    logits, y = draws(3, 40, 4, seed=7)
     logits.requires_grad_()
     value = objective(logits, torch.tensor([0.6, 0.4, 0.0]), y)
     torch.testing.assert_close(value, objective(logits[:2], torch.tensor([0.6, 0.4]), y))
@@ -228,12 +178,6 @@ def test_draw_of_no_weight_changes_nothing(objective):
     assert (gradient[:2].abs().amax((0, 2)) > 0).all()
 
 
-def test_worst_ce_is_of_draws_of_positive_weight():
-    logits, y = draws(3, 40, 4, seed=8)
-    value = worst_ce(logits, torch.tensor([0.6, 0.4, 0.0]), y)
-    torch.testing.assert_close(value, worst_ce(logits[:2], torch.tensor([0.6, 0.4]), y))
-
-
 def test_worst_ce_climbs_the_draw_that_is_most_right():
     logits = torch.tensor([[[2.0, 0.0]], [[5.0, 0.0]], [[-3.0, 0.0]]], requires_grad=True)
     value = worst_ce(logits, torch.full((3,), 1 / 3), torch.tensor([0]))
@@ -241,33 +185,6 @@ def test_worst_ce_climbs_the_draw_that_is_most_right():
     assert value.item() == pytest.approx(math.log1p(math.exp(-5)))
     assert (gradient[[0, 2]] == 0).all()
     assert gradient[1, 0, 0] < 0 < gradient[1, 0, 1]
-
-
-def test_linear_crosses_zero_with_the_prediction():
-    logits, y = draws(3, 100, 4, seed=9)
-    prediction = (WEIGHTS[:, None, None] * logits).sum(0).argmax(1)
-    assert torch.equal(linear(logits, WEIGHTS, y) > 0, prediction != y)
-    assert 10 < int((prediction == y).sum()) < 90
-
-
-def test_expected_margin_is_not_below_that_of_the_mean():
-    """Members may be fooled to different classes; of one draw, or of two classes, it is linear."""
-    logits, y = draws(3, 100, 4, seed=9)
-    gap = expected_margin(logits, WEIGHTS, y) - linear(logits, WEIGHTS, y)
-    assert (gap >= -1e-5).all()
-    assert (gap > 1e-3).any()
-    one, sure = logits[:1], torch.ones(1)
-    torch.testing.assert_close(expected_margin(one, sure, y), linear(one, sure, y))
-    two, y = draws(3, 100, 2, seed=9)
-    torch.testing.assert_close(expected_margin(two, WEIGHTS, y), linear(two, WEIGHTS, y))
-
-
-def test_expected_margin_above_zero_is_of_a_fooled_draw():
-    logits, y = draws(3, 200, 4, seed=11)
-    fooled = (logits.argmax(-1) != y).any(0)
-    above = expected_margin(logits, WEIGHTS, y) > 0
-    assert 0 < int(above.sum()) < 200
-    assert fooled[above].all()
 
 
 # autocast
@@ -285,15 +202,12 @@ def test_full_precision_under_autocast(objective):
 # labels
 
 
-@pytest.mark.parametrize("y", [[0, 4], [-1, 0], [100, 1]])
-def test_labels_out_of_range(y):
-    with pytest.raises(ValueError, match=rf"labels must be 0 … 3 for 4 classes, got {min(y)} "):
-        check_labels(torch.tensor(y), 4)
-
-
-@pytest.mark.parametrize("y", [[0, 3], [], [2]])
-def test_labels_in_range(y):
-    assert check_labels(torch.tensor(y, dtype=torch.int64), 4) is None
+def test_labels_are_classes():
+    for y in ([0, 3], [], [2]):
+        assert check_labels(torch.tensor(y, dtype=torch.int64), 4) is None
+    for y in ([0, 4], [-1, 0], [100, 1]):
+        with pytest.raises(ValueError, match=rf"labels must be 0 … 3 for 4 classes, got {min(y)} "):
+            check_labels(torch.tensor(y), 4)
 
 
 @pytest.mark.parametrize(
@@ -316,11 +230,9 @@ def test_an_objective_is_named_as_its_function_and_copied_by_this_name():
     assert pickle.loads(pickle.dumps(worst_ce)) is worst_ce
 
 
-def test_check_logits_accepts_a_class_that_is_ruled_out():
-    check_logits(torch.tensor([[[-torch.inf, 1.0, 0.0]]]), torch.tensor([1]))
-
-
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_check_logits_refuses_non_finite_ones(bad):
+    """But a class may be ruled out."""
+    check_logits(torch.tensor([[[-torch.inf, 1.0, 0.0]]]), torch.tensor([1]))
     with pytest.raises(NonFiniteLogitsError, match="not numbers on 1 of 2 images"):
         check_logits(torch.tensor([[[0.0, 1.0], [bad, 0.0]]]), torch.tensor([0, 1]))

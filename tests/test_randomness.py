@@ -41,11 +41,7 @@ def test_derive_seed_in_integers(keys):
 
 def test_splitmix_is_the_published_one():
     """First outputs for seed 1234567, as in the reference C code's well-known test."""
-    assert splitmix(1234567, 3) == [
-        6457827717110365317,
-        3203168211198807973,
-        9817491932198370423,
-    ]
+    assert splitmix(1234567, 3) == [6457827717110365317, 3203168211198807973, 9817491932198370423]
     ours = Streams(torch.tensor([1234567])).uniform((3,))[0].tolist()
     assert ours == [(z >> 40) * 2.0**-24 for z in splitmix(1234567, 3)]
 
@@ -56,12 +52,6 @@ def test_derive_seed_separates_keys():
     assert len({derive_seed(), derive_seed(0), derive_seed(0, 0), derive_seed(0, 0, 0)}) == 4
     assert derive_seed(1, 2) != derive_seed(2, 1)
     assert all(0 <= seed < 2**63 for seed in seeds)
-
-
-def test_derived_seeds_are_good_enough_for_a_generator():
-    seeds = [derive_seed(3, epoch) for epoch in range(200)]
-    firsts = [torch.rand((), generator=torch.Generator().manual_seed(s)).item() for s in seeds]
-    assert stats.kstest(firsts, "uniform").pvalue > 1e-3
 
 
 # streams
@@ -103,12 +93,6 @@ def test_some_of_the_streams(chosen):
     assert torch.equal(part.uniform((5,)), expected[1:, 3:])
     # the part's draws are its own: the whole goes on where it stood
     assert torch.equal(parent.uniform((5,)), expected[:, 3:])
-
-
-def test_other_keys_other_noise():
-    worlds = [streams(0, 1, keys=keys).uniform((3,)) for keys in [(), (0,), (1,), (0, 1), (1, 0)]]
-    numbers = torch.cat(worlds).flatten().tolist()
-    assert len(set(numbers)) == len(numbers)
 
 
 def test_indices_of_any_integer_type():
@@ -171,21 +155,6 @@ def test_never_one_and_never_infinite(dtype):
     assert normal(x, 50_000, generator=many).isfinite().all()
 
 
-@pytest.mark.parametrize("make", [uniform, normal])
-def test_each_source_repeats_itself(make):
-    x = torch.zeros(2, 1)
-    assert torch.equal(
-        make(x, 3, generator=torch.Generator().manual_seed(1)),
-        make(x, 3, generator=torch.Generator().manual_seed(1)),
-    )
-    assert torch.equal(make(x, 3, generator=streams(8, 9)), make(x, 3, generator=streams(8, 9)))
-    torch.manual_seed(5)
-    first = make(x, 3)
-    torch.manual_seed(5)
-    assert torch.equal(make(x, 3), first)
-    assert not torch.equal(make(x, 3), first)
-
-
 @pytest.mark.parametrize("generator", [torch.Generator().manual_seed(3), streams(0)])
 def test_normal_is_normal(generator):
     drawn = normal(torch.zeros(1, 1).double(), 20_000, generator=generator)[0]
@@ -208,3 +177,9 @@ def test_normal_by_hand():
 def test_as_many_streams_as_images(make):
     with pytest.raises(ValueError, match="3 random streams for 2 images"):
         make(torch.zeros(2, 1), 4, generator=streams(0, 1, 2))
+
+
+def test_other_keys_other_noise():
+    worlds = [streams(0, 1, keys=keys).uniform((3,)) for keys in [(), (0,), (1,), (0, 1), (1, 0)]]
+    numbers = torch.cat(worlds).flatten().tolist()
+    assert len(set(numbers)) == len(numbers)

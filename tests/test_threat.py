@@ -98,11 +98,11 @@ def test_steepest_meets_hoelder_with_equality(p):
 @pytest.mark.parametrize("p", ORDERS)
 def test_steepest_of_float32_gradients_of_any_scale(p):
     """A confident network's gradients are far below 1e-20, where their squares are zero."""
-    threat, g = Threat(p), noise(2, 12, seed=2)
+    threat, g = Threat(p), noise(2, 3, 2, 2, seed=2)
     expected = threat.steepest(g).float()
     for size in (1e-27, 1e-20, 1e18):
-        found = threat.steepest((g * size).float())
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        strange = (g * size).float().to(memory_format=torch.channels_last)
+        torch.testing.assert_close(threat.steepest(strange), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("p", ORDERS)
@@ -113,19 +113,6 @@ def test_steepest_of_nothing_is_nothing(p):
     assert direction.isfinite().all()
     assert (direction[1] == 0).all()
     assert (direction[[0, 2]].flatten(1).abs().amax(1) > 0.1).all()
-
-
-@pytest.mark.parametrize("p", ORDERS)
-def test_steepest_whatever_the_memory_layout(p):
-    g = noise(2, 3, 4, 5)
-    strange = g.to(memory_format=torch.channels_last)
-    torch.testing.assert_close(Threat(p).steepest(strange), Threat(p).steepest(g), rtol=0, atol=0)
-
-
-def test_steepest_keeps_ties_of_l1_on_one_pixel():
-    direction = Threat(1).steepest(torch.tensor([[-2.0, 2.0, 1.0]]))
-    assert direction.abs().sum() == 1
-    assert (direction != 0).sum() == 1
 
 
 # projection
@@ -164,13 +151,6 @@ def test_project_is_inside_and_idempotent(norm, dtype):
 
 
 @pytest.mark.parametrize("norm", ["linf", "l2"])
-def test_project_leaves_what_is_inside(norm):
-    threat, x = Threat(norm, 0.5), 0.4 + 0.2 * batch(3, 8)
-    inside = x + 0.1 * (batch(3, 8, seed=3) - 0.5)
-    torch.testing.assert_close(threat.project(inside, x), inside, rtol=0, atol=1e-15)
-
-
-@pytest.mark.parametrize("norm", ["linf", "l2"])
 def test_project_finds_the_nearest_point(norm):
     """Away from the bounds; no random point of the ball is nearer in the Euclidean sense."""
     threat, x = Threat(norm, 0.2), torch.full((1, 4), 0.5, dtype=torch.float64)
@@ -200,25 +180,11 @@ def test_apply_never_leaves_the_bounds():
     assert applied.tolist()[0] == pytest.approx([-0.1, 0.4, 0.7])
 
 
-def test_other_norms_have_no_projection():
-    with pytest.raises(ValueError, match="projection is for linf and l2, not for norm 3"):
-        Threat(3).project(batch(1, 2), batch(1, 2))
-
-
 def test_other_bounds():
     threat = Threat("linf", 1.0, (-1.0, 1.0))
     x = torch.tensor([[-0.5, 0.5, -0.9]])
     assert threat.project(x - 9, x).tolist() == [[-1.0, -0.5, -1.0]]
     assert threat.start(x, torch.Generator().manual_seed(0)).abs().max() <= 1
-
-
-def test_images_are_projected_one_by_one():
-    threat, x = Threat("l2", 0.1), batch(6, 3, 2, 2)
-    x_adv = x + noise(6, 3, 2, 2) * torch.logspace(-3, 2, 6).double().view(6, 1, 1, 1)
-    together = threat.project(x_adv, x)
-    for i in range(6):
-        alone = threat.project(x_adv[i : i + 1], x[i : i + 1])
-        torch.testing.assert_close(together[i : i + 1], alone, rtol=0, atol=1e-15)
 
 
 # random starts
@@ -258,18 +224,6 @@ def test_start_l2_has_uniform_radius_and_any_direction():
     for pixel in range(3):
         sample = direction[:, pixel].numpy()
         assert stats.kstest(sample, stats.uniform(-1, 2).cdf).pvalue > 1e-3
-
-
-def test_start_is_repeatable_and_fresh():
-    threat, x = Threat("l2", 0.3), batch(2, 5)
-    generator = torch.Generator().manual_seed(4)
-    first, second = threat.start(x, generator), threat.start(x, generator)
-    assert not torch.allclose(first, second)
-    assert torch.equal(threat.start(x, torch.Generator().manual_seed(4)), first)
-    torch.manual_seed(9)
-    unseeded = threat.start(x)
-    torch.manual_seed(9)
-    assert torch.equal(threat.start(x), unseeded)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -331,3 +285,9 @@ def test_pgd_climbs_as_far_as_a_relative_ball_lets_it():
     w = (net[1].weight[1] - net[1].weight[0]).detach().view(1, 1, 4, 4)
     radius = 0.1 * x.flatten(1).norm(dim=1).view(-1, 1, 1, 1)
     assert torch.allclose(x_adv, x + radius * w / w.norm(), atol=1e-5)
+
+
+def test_steepest_keeps_ties_of_l1_on_one_pixel():
+    direction = Threat(1).steepest(torch.tensor([[-2.0, 2.0, 1.0]]))
+    assert direction.abs().sum() == 1
+    assert (direction != 0).sum() == 1

@@ -77,7 +77,6 @@ class RobustAudit(EvaluationCallback):
         self.found: Report | None = None
 
     def begin(self, trainer: Trainer, pl_module: Any, loaders: Any) -> Sequence[Images]:
-        """Forget the last audit."""
         self.target = target = AuditTarget(
             self.defense_of(pl_module), self.threat, self.steps, self.queries, self.settings.seed
         )
@@ -94,7 +93,6 @@ class RobustAudit(EvaluationCallback):
         return [Images(trainer, loaders, self.inputs, self.settings, protocol, attacks)]
 
     def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch, images: Images) -> None:
-        """Audit a group of images; before training only try that everything runs."""
         target, (x, y, index) = self.target, batch
         assert target is not None
         if trainer.sanity_checking and (target.transductive or self.tried):
@@ -105,7 +103,6 @@ class RobustAudit(EvaluationCallback):
             self.table.update(index, columns)
 
     def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Judge the images of all processes, log and record the findings."""
         target = self.target
         assert target is not None
         _, table = self.table.rows()
@@ -121,6 +118,5 @@ class RobustAudit(EvaluationCallback):
         log_text(trainer, f"{stage}/audit{self.suffix}", found.markdown())
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the accuracies and the findings."""
         if self.found and trainer.is_global_zero:
             self.found.show(console_of(trainer))

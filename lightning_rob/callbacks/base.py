@@ -45,9 +45,6 @@ class EvaluationCallback(Callback, ABC):
         preprocess: function that is applied to images before a plain network, such as a
             normalization; attacks go through its gradient.
         dataloader_idx: number of the data loader that is evaluated; None refuses several.
-
-    Raises:
-        ValueError: a count below 1.
     """
 
     def __init__(
@@ -69,13 +66,7 @@ class EvaluationCallback(Callback, ABC):
 
     @abstractmethod
     def begin(self, trainer: Trainer, pl_module: Any, loaders: Any) -> Sequence[Images]:
-        """Forget the last evaluation; return the images of this one.
-
-        Args:
-            trainer: trainer of the validation or test.
-            pl_module: module under attack.
-            loaders: data loaders of the trainer.
-        """
+        """Forget the last evaluation; return the images of this one."""
 
     @abstractmethod
     def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch, images: Images) -> None:
@@ -122,12 +113,7 @@ class EvaluationCallback(Callback, ABC):
         return (self.settings,)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse trainers in which nothing can be measured; order and compare the callbacks.
-
-        Raises:
-            MisconfigurationException: FSDP, DeepSpeed or tensor parallelism, under which a process
-                has no whole network; a trainer that logs nothing, or one of `pytorch_lightning`.
-        """
+        """Refuse trainers in which nothing can be measured; order and compare the callbacks."""
         name = type(self).__name__
         if not isinstance(pl_module, LightningModule):
             raise MisconfigurationException(
@@ -163,10 +149,7 @@ class EvaluationCallback(Callback, ABC):
             places = [i for i, c in enumerate(others) if isinstance(c, EvaluationCallback)]
             place = 1 + max(places, default=-1)
             trainer.callbacks = [*others[:place], *averaging, *others[place:]]  # type: ignore[attr-defined]
-        self.attacks = self._unique_attacks(trainer)
-
-    def _unique_attacks(self, trainer: Trainer) -> dict[str, Attack]:
-        """Return the attacks that no earlier callback runs, under names that none uses."""
+        # Attacks that no earlier callback runs, under names that none uses.
         taken: dict[str, tuple[Any, ...]] = {}
         for one in self.earlier(trainer):
             # A subclass with attributes of its own may compare equal to another attack.
@@ -179,15 +162,21 @@ class EvaluationCallback(Callback, ABC):
             elif (attack, type(attack), vars(attack), *self.conditions) not in similar:
                 numbered = (f"{name}_{i}" for i in count(2))
                 found[next(key for key in numbered if key not in {*taken, *self.given})] = attack
-        return found
+        self.attacks = found
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin an evaluation."""
-        self._start(trainer, pl_module, trainer.val_dataloaders)
+        self.images, self.progress = (), None
+        if not any(callback.due(trainer) for callback in self.evaluated_for(trainer)):
+            return
+        loaders = trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders
+        with torch.inference_mode(False):  # whose tensors could not be added to outside of it
+            self.images = self.begin(trainer, pl_module, loaders)
+        if not trainer.sanity_checking:
+            totals = [images.total for images in self.images]
+            total = None if None in totals else sum(filter(None, totals))
+            self.progress = AttackProgress(trainer, total)
 
-    def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin an evaluation."""
-        self._start(trainer, pl_module, trainer.test_dataloaders)
+    on_test_epoch_start = on_validation_epoch_start
 
     def on_validation_batch_end(
         self,
@@ -210,20 +199,28 @@ class EvaluationCallback(Callback, ABC):
     on_test_batch_end = on_validation_batch_end
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Attack all groups, and log the results."""
-        self._finish(trainer, pl_module, "val")
+        for images in self.images:
+            images.check_shares()
+        if not self.images or trainer.sanity_checking:
+            return
+        assert self.progress is not None
+        show = self.progress.show if self.progress.rich else None
+        defense = self.defense_of(pl_module)
+        for images in self.images:
+            # Images of another seed draw from streams of their own.
+            with self._apart(pl_module, images), reporting_adaptation(defense, show):
+                for batch in images.batches():
+                    self.attack_batch(trainer, pl_module, batch, images)
+                self.finish_images(images)
+        self.progress.close()
+        self.report(trainer, pl_module, "test" if trainer.testing else "val")
 
-    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Attack all groups, and log the results."""
-        self._finish(trainer, pl_module, "test")
+    on_test_epoch_end = on_validation_epoch_end
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Keep averaged weights for a test or validation: Lightning would take the others back.
-
-        It does so if the same trainer has fitted with a `WeightAveraging` callback.
-        """
+        """Keep averaged weights for a test after a fit; Lightning would take the others back."""
         if trainer.state.fn != "fit" and "current_model_state" in checkpoint:
             checkpoint["current_model_state"] = checkpoint["state_dict"]
 
@@ -242,40 +239,9 @@ class EvaluationCallback(Callback, ABC):
         """Return the module's `defense`, or the module itself as a network, in `Single`."""
         return as_defense(pl_module, self.inputs.preprocess)
 
-    def _start(self, trainer: Trainer, pl_module: LightningModule, loaders: Any) -> None:
-        self.images, self.progress = (), None
-        if not any(callback.due(trainer) for callback in self.evaluated_for(trainer)):
-            return
-        with torch.inference_mode(False):  # whose tensors could not be added to outside of it
-            self.images = self.begin(trainer, pl_module, loaders)
-        if not trainer.sanity_checking:
-            totals = [images.total for images in self.images]
-            total = None if None in totals else sum(filter(None, totals))
-            self.progress = AttackProgress(trainer, total)
-
-    def _finish(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        for images in self.images:
-            images.check_shares()
-        if not self.images or trainer.sanity_checking:
-            return
-        assert self.progress is not None
-        show = self.progress.show if self.progress.rich else None
-        defense = self.defense_of(pl_module)
-        for images in self.images:
-            # Images of another seed draw from streams of their own.
-            with self._apart(pl_module, images), reporting_adaptation(defense, show):
-                for batch in images.batches():
-                    self.attack_batch(trainer, pl_module, batch, images)
-                self.finish_images(images)
-        self.progress.close()
-        self.report(trainer, pl_module, stage)
-
     @contextmanager
     def _apart(self, pl_module: Any, images: Images) -> Iterator[None]:
-        """Leave autocast, inference mode and the global random streams.
-
-        In a training loop a data set, a network or an attack would draw on training's account.
-        """
+        """Leave autocast, inference mode and the random streams from which training draws."""
         device = pl_module.device
         with (
             own_streams(images.settings.seed, device),
@@ -288,11 +254,7 @@ class EvaluationCallback(Callback, ABC):
 def with_threat(
     attacks: Mapping[str, Attack], eps: float | None, norm: Norm | None
 ) -> dict[str, Attack]:
-    """Return the attacks in balls of this radius and norm; None keeps that of each attack.
-
-    Raises:
-        ValueError: a norm without a radius.
-    """
+    """Return the attacks in balls of this radius and norm; None keeps their own."""
     if eps is None:
         if norm is not None:
             raise ValueError(f"norm {norm} needs a radius in its units: give eps too")

@@ -37,11 +37,7 @@ def measured(trainer: Trainer, monitor: str) -> bool:
 
 
 def check_measured(trainer: Trainer, monitor: str) -> None:
-    """Check that some epoch of the fit measures the monitored robust accuracy.
-
-    Raises:
-        MisconfigurationException: none does.
-    """
+    """Check that some epoch of the fit measures the monitored robust accuracy."""
     if not monitor.startswith(PREFIX) or trainer.fast_dev_run:  # type: ignore[attr-defined]
         return
     found = measurers(trainer, monitor)
@@ -106,18 +102,15 @@ class RobustCheckpoint(ModelCheckpoint):
         self._save_on_train_epoch_end = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check that the value will be measured."""
         check_measured(trainer, str(self.monitor))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write a checkpoint if the new value is among the best."""
         if measured(trainer, str(self.monitor)):
             last, self.save_last = self.save_last, False
             super().on_validation_end(trainer, pl_module)
             self.save_last = last
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the last checkpoint, if asked to."""
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
 
@@ -150,10 +143,8 @@ class RobustEarlyStopping(EarlyStopping):
         self._check_on_train_epoch_end = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check that the value will be measured."""
         check_measured(trainer, self.monitor)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compare the value, if it is a new one."""
         if measured(trainer, self.monitor):
             super().on_validation_end(trainer, pl_module)

@@ -14,11 +14,7 @@ from lightning_rob.evaluation.corruptions import (
     common_corruptions,
     corruption_errors,
 )
-from lightning_rob.metrics.corruption_error import (
-    ALEXNET_ERRORS,
-    check_reference,
-    corruption_error,
-)
+from lightning_rob.metrics.corruption_error import ALEXNET_ERRORS, check_reference, corruption_error
 
 
 def corrupted(defense: Defense) -> Defense:
@@ -63,11 +59,7 @@ class CorruptionEval(RobustEval):
         self.figures: dict[str, float] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse a second callback of this kind, whose figures would be those of a part.
-
-        Raises:
-            ValueError: there are two on a data loader, or another attack has a corruption's name.
-        """
+        """Refuse a second callback: each would average a part of the corruptions only."""
         super().setup(trainer, pl_module, stage)
         if any(isinstance(one, CorruptionEval) for one in self.earlier(trainer)):
             raise ValueError("two CorruptionEval are on one loader: give one all corruptions")
@@ -75,7 +67,6 @@ class CorruptionEval(RobustEval):
             raise ValueError(f"rename the attack {renamed[0]!r}: a corruption is called so")
 
     def log_more(self, pl_module: Any, stage: str) -> None:
-        """Log the mean error."""
         assert self.result is not None
         errors = corruption_errors(self.result, self.corruptions, self.severities)
         self.figures = {"error": corruption_error(errors)}
@@ -85,7 +76,6 @@ class CorruptionEval(RobustEval):
             self.log_value(pl_module, f"{stage}/corruption/{name}", value)
 
     def on_test_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Print the mean error below the table."""
         super().on_test_end(trainer, pl_module)
         if trainer.is_global_zero:
             mce = f", mCE {self.figures['mce']:.1%}" if "mce" in self.figures else ""

@@ -87,7 +87,6 @@ class TransferMatrixEval(EvaluationCallback):
         self.results: list[dict[str, Any]] = []
 
     def begin(self, trainer: Trainer, pl_module: Any, loaders: Any) -> Sequence[Images]:
-        """Empty the matrices, which have a row for each current member."""
         defense, device = self.defense_of(pl_module), pl_module.device
         members = len(defense.weights)
         if is_transform_ensemble(defense):
@@ -107,7 +106,6 @@ class TransferMatrixEval(EvaluationCallback):
         return [Images(trainer, loaders, self.inputs, self.settings, attacks=attacks)]
 
     def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch, images: Images) -> None:
-        """Attack the batch once for every member and attack."""
         x, y, index = batch
         defense, members = self.defense_of(pl_module), len(self.defense_of(pl_module).weights)
         self.count.update(len(x))
@@ -116,7 +114,11 @@ class TransferMatrixEval(EvaluationCallback):
         for name, attack in self.attacks.items():
             found, began = [], time.perf_counter()
             for j in range(members):
-                target, alone = _alone(defense, attack, j)
+                target, alone = defense, attack
+                if defense.kind == "transform_ensemble":
+                    alone = TAA(attack, j)
+                else:
+                    target = Single(defense.classifiers[j], rejects=defense.rejects)
                 # Noise by the same keys as in `RobustEval`.
                 x_adv, _ = evaluate_once(
                     alone, target, x, y, index, self.settings.seed, 0, *name.encode()
@@ -137,7 +139,6 @@ class TransferMatrixEval(EvaluationCallback):
         return torch.stack([random_member(one[None], torch.ones(1)) for one in logits])
 
     def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Log the members' accuracies, record and draw the matrices."""
         self.results = self._results(self.defense_of(pl_module))
         for result in self.results:
             name = "acc" if result["name"] == CLEAN else result["name"]
@@ -155,7 +156,7 @@ class TransferMatrixEval(EvaluationCallback):
                 log_picture(trainer, tag, pixels(figure))
 
     def _results(self, defense: Defense) -> list[dict[str, Any]]:
-        """Return one record per matrix, that of clean images first."""
+        """Return one record per matrix; the matrix of clean images comes first."""
         shared = self.images[0].metadata | {"probs": defense.weights.tolist()}
         shared |= {"names": defense.names}
         n, size, found = int(self.count.compute()), (len(defense.weights), -1), []
@@ -182,26 +183,12 @@ class TransferMatrixEval(EvaluationCallback):
         return found
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the table of members."""
         if self.results and trainer.is_global_zero:
             print_members(type(pl_module).__name__, self.results)
 
 
-def _alone(defense: Defense, attack: Attack, member: int) -> tuple[Defense, Attack]:
-    """Return the defense to attack, and the attack on it, for an attack on one member."""
-    if defense.kind == "transform_ensemble":
-        return defense, TAA(attack, member)
-    return Single(defense.classifiers[member], rejects=defense.rejects), attack
-
-
 def draw(result: dict[str, Any], kind: str) -> Figure:
-    """Return the heat map of a record.
-
-    Args:
-        result: record of an attack.
-        kind: "transfer" for accuracies, "transferability" for the share of images fooling one
-            member that fool another.
-    """
+    """Return the heat map of a record: accuracies, or for "transferability" shares of images."""
     names = result["names"]
     epoch = f", epoch {result['epoch']}" if result["stage"] == "val" else ""
     when = f"{result['stage']}{epoch}, n = {result['n']}"

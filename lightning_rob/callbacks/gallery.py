@@ -29,7 +29,7 @@ Found = tuple[float, int, GalleryRow]
 
 
 class Gallery(EvaluationCallback):
-    """At test, show images of which a weak attack leaves some member right and a strong one none.
+    """Show test images that a weak attack leaves to some member and a strong one to none.
 
     Draws `{name}.png` in the run's folder and for the loggers, counts such images, prints the count
     and appends it to `{name}.jsonl`. Images on which more members survive the weak attack come
@@ -77,17 +77,14 @@ class Gallery(EvaluationCallback):
         self.line = ""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse to write to another gallery's files."""
         super().setup(trainer, pl_module, stage)
         if any(other.name == self.name for other in self.earlier(trainer)):
             raise ValueError(f"two galleries are called {self.name!r}: rename one of them")
 
     def due(self, trainer: Trainer) -> bool:
-        """Whether the run is a test."""
         return trainer.state.fn == "test"
 
     def begin(self, trainer: Trainer, pl_module: Any, loaders: Any) -> Sequence[Images]:
-        """Forget the last test."""
         self.kept, self.counts, self.line = [], dict.fromkeys(self.counts, 0), ""
         return [Images(trainer, loaders, self.inputs, self.settings, attacks=2)]
 
@@ -127,7 +124,6 @@ class Gallery(EvaluationCallback):
         return shown, robust_accuracy(random_member(logits, defense.weights), y)
 
     def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Gather the images of all processes; the first one counts and draws."""
         gathered = gather(trainer, (self.counts, self.kept))
         self.counts = {key: sum(counts[key] for counts, _ in gathered) for key in self.counts}
         kept = [found for _, kept in gathered for found in kept]
@@ -150,6 +146,5 @@ class Gallery(EvaluationCallback):
             log_picture(trainer, f"{stage}/{self.name}", pixels(figure))
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the counts."""
         if trainer.is_global_zero:
             print(f"{self.line} ({self.counts['n']} attacked)")

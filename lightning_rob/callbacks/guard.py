@@ -38,12 +38,10 @@ class TerminateOnNonFinite(Callback):
             group.set_timeout(timedelta(seconds=self.rank_timeout))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Handle signals."""
         self.loss, self.signal = None, 0
         self.on_predict_start(trainer, pl_module)
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Handle signals."""
         stop.defer = lambda: bool(trainer.training)
         stop.install()  # from Lightning, which makes a collective of it, and then exits with code 0
 
@@ -61,9 +59,6 @@ class TerminateOnNonFinite(Callback):
         """Share losses, gradients and signals with the other processes.
 
         This waits for the device once a step: later the optimizer would have stepped already.
-
-        Raises:
-            Fault: a loss or a gradient is not finite, here or elsewhere.
         """
         notes = torch.zeros(trainer.world_size, 2, device=pl_module.device)
         notes[trainer.global_rank, 0] = self._nonfinite_part(trainer, optimizer)
@@ -104,7 +99,6 @@ class TerminateOnNonFinite(Callback):
         return found
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Exit if all processes know of a signal."""
         if self.signal or trainer.world_size == 1:
             stop.leave(self.signal)
 
@@ -119,20 +113,10 @@ class TerminateOnNonFinite(Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Refuse to write non-finite weights.
-
-        Raises:
-            Fault: a weight is non-finite.
-        """
         if name := _nonfinite_name(pl_module):
             raise self.fault or Fault(f"{name} is not finite: no checkpoint is written of it")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Handle signals, and refuse to evaluate non-finite weights.
-
-        Raises:
-            Fault: a weight is non-finite.
-        """
         self.on_predict_start(trainer, pl_module)
         name = _nonfinite_name(pl_module)
         if not trainer.strategy.reduce_boolean_decision(not name):

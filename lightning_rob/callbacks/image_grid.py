@@ -10,23 +10,18 @@ CAPTION = 14
 
 
 def image_grid(x: Tensor, x_adv: Tensor, y: Tensor, before: Tensor, after: Tensor) -> Tensor:
-    """Draw three rows of images and a caption with the change of each prediction.
+    """Draw clean images, amplified perturbations and adversarial images, and return [3, H', W'].
 
-    Args:
-        x: [B, C, H, W] clean images.
-        x_adv: [B, C, H, W] adversarial images.
-        y: [B] labels.
-        before: [B, K] probabilities on the clean images.
-        after: [B, K] probabilities on the adversarial images.
-
-    Returns:
-        [3, H', W'] in [0, 1]: clean images; the perturbation, amplified to fill the range, grey
-        where nothing changed; adversarial images. Captions read "label: before > after", each
-        prediction with its probability where that is below one.
+    The perturbation is grey where nothing changed. Captions read "label: before > after", each with
+    its probability where that is below one.
     """
     delta = x_adv - x
     amplified = 0.5 + 0.5 * delta / delta.abs().amax().clamp_min(1e-12)
-    rows = [torch.cat(list(_tiles(part)), -1) for part in (x, amplified, x_adv)]
+    rows = []
+    for part in (x, amplified, x_adv):
+        part = part.detach().float().expand(-1, 3, -1, -1).clamp(0, 1)
+        tiles = torch.nn.functional.interpolate(part, size=(TILE, TILE), mode="nearest")
+        rows.append(torch.cat(list(tiles), -1))
     picture = torch.cat(rows, -2).permute(1, 2, 0).mul(255).round().byte().cpu().numpy()
     page = Image.new("RGB", (picture.shape[1], picture.shape[0] + CAPTION), "white")
     page.paste(Image.fromarray(picture), (0, CAPTION))
@@ -35,12 +30,6 @@ def image_grid(x: Tensor, x_adv: Tensor, y: Tensor, before: Tensor, after: Tenso
         caption = f"{int(y[i])}: {_prediction(before[i])} > {_prediction(after[i])}"
         pen.text((i * TILE + 3, 1), caption, fill="black")
     return torch.from_numpy(np.asarray(page).copy()).permute(2, 0, 1).float() / 255
-
-
-def _tiles(images: Tensor) -> Tensor:
-    """Resize [B, C, H, W] -> [B, 3, TILE, TILE] by nearest neighbours, so that pixels show."""
-    images = images.detach().float().expand(-1, 3, -1, -1).clamp(0, 1)
-    return torch.nn.functional.interpolate(images, size=(TILE, TILE), mode="nearest")
 
 
 def _prediction(probabilities: Tensor) -> str:

@@ -57,18 +57,6 @@ class Images:
     protocol: the same images together for any batch size, sampler and order of the loader. A stream
     has no positions; its batches are evaluated as Lightning's loop serves them, unless `max_images`
     of them are drawn. Images are float32, or double under `64-true`.
-
-    Args:
-        trainer: trainer of the validation or test.
-        loaders: data loaders of the trainer.
-        inputs: which loader, and how its batches become images.
-        settings: seed, number of images, size of groups.
-        protocol: rounds of a defense that adapts; None for canonical groups.
-        attacks: how often each image is attacked, for the progress bar.
-
-    Raises:
-        ValueError: several loaders, or none of this number; rounds of a stream, or one round for
-            several processes.
     """
 
     def __init__(
@@ -142,11 +130,7 @@ class Images:
         return found | {"protocol": described, "group_size": size}
 
     def served(self, batch: Any, batch_idx: int, dataloader_idx: int) -> Batch | None:
-        """Return the images of a batch that are attacked at once, where there are such.
-
-        They are those of a stream, and before training two of each batch, which suffice to find
-        out that an attack runs.
-        """
+        """Return the images of a stream's batch, or two in any sanity check; else None."""
         trainer, sanity = self.trainer, self.trainer.sanity_checking
         if self.grouped and not sanity:
             return None
@@ -169,7 +153,7 @@ class Images:
         if self.settings.max_images is None:
             self.taken += len(x)
             return x, y, index
-        # A random choice of the images so far: those of the smallest keys.
+        # The images with the smallest keys are a random choice of all images so far.
         keys = Streams.from_index(place.to(x.device), self.settings.seed).keys
         found = [keys, x, y, index]
         if self.held:
@@ -233,11 +217,7 @@ class Images:
             yield queue.taken[number], batch
 
     def result(self, evaluator: Evaluator) -> EvaluationResult:
-        """Return the scores of these images on all processes; every process has to call it.
-
-        Raises:
-            ValueError: images of equal index.
-        """
+        """Return the scores of these images on all processes; every process has to call it."""
         found = evaluator.result()
         if self.expected is not None:
             check_indices(found, self.expected)
@@ -281,7 +261,7 @@ def gather(trainer: Trainer, mine: Any) -> list[Any]:
 
 
 def checkpoint_position(trainer: Trainer) -> dict[str, Any]:
-    """Return epoch and step of the training, or those of the tested checkpoint, and its file."""
+    """Return epoch and step of the training, or of the tested checkpoint, and its file."""
     now: dict[str, Any] = {"epoch": trainer.current_epoch, "step": trainer.global_step}
     if trainer.state.fn == "fit" or not trainer.ckpt_path:
         return now

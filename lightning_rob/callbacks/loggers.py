@@ -8,11 +8,9 @@ from torch import Tensor
 
 
 def run_folder(trainer: Trainer) -> Path | None:
-    """Return the folder of this run alone: the one in which its `checkpoints` are.
+    """Return the folder of the run's `checkpoints`; None on a trial run or without logger.
 
-    It is `save_dir/name/version` of the first logger, as `ModelCheckpoint` has it; without a
-    local `save_dir`, as of a remote server, it lies in the trainer's `default_root_dir`. It is
-    None on a trial run and without a logger. Every process has to call it: the first one decides.
+    Every process has to call it: the first one decides.
     """
     if trainer.fast_dev_run or not trainer.loggers:  # type: ignore[attr-defined]
         return None

@@ -17,15 +17,7 @@ from lightning_rob.evaluation.results import EvaluationResult
 
 
 class Measurement(EvaluationCallback):
-    """Score the module's `defense` under attacks at a test and keep the result.
-
-    Args:
-        attacks: name -> attack.
-        target: function of the module's defense that returns the attacked one.
-        settings: seed, number of images and the like.
-        inputs: which data loader is evaluated, and how its batches become images.
-        after_batch: function that is called after every group of images.
-    """
+    """Score the module's `defense` under attacks at a test and keep the result."""
 
     def __init__(
         self,
@@ -46,7 +38,6 @@ class Measurement(EvaluationCallback):
         return []
 
     def begin(self, trainer: Trainer, pl_module: Any, loaders: Any) -> Sequence[Images]:
-        """Start a new evaluation."""
         defense, self.result = self.target(self.defense_of(pl_module)), None
         protocol = self.settings.protocol_for(defense)
         images = Images(trainer, loaders, self.inputs, self.settings, protocol, len(self.attacks))
@@ -62,14 +53,12 @@ class Measurement(EvaluationCallback):
         return [images]
 
     def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch, images: Images) -> None:
-        """Score the batch under every attack."""
         assert self.evaluator is not None
         self.evaluator.score(*batch)
         if self.after_batch:
             self.after_batch()
 
     def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Keep the result."""
         assert self.evaluator is not None
         self.result = self.images[0].result(self.evaluator)
 
@@ -81,11 +70,7 @@ def measure(
     others: Sequence[Callback],
     measurements: Sequence[Measurement],
 ) -> list[EvaluationResult]:
-    """Return the results of measurements in one test, beside other callbacks.
-
-    Raises:
-        ValueError: none came back.
-    """
+    """Return the results of measurements in one test, beside other callbacks."""
     trainer.callbacks = [*others, *measurements]  # type: ignore[attr-defined]
     trainer.test(module, datamodule=data, verbose=False)
     results = [one.result for one in measurements if one.result is not None]

@@ -10,12 +10,7 @@ from tqdm import tqdm
 
 
 class AttackProgress:
-    """Counts attacked images; silent on other ranks and where the trainer shows no bar.
-
-    Args:
-        trainer: the line stands beside its progress bar.
-        total: number of images to attack, if known.
-    """
+    """Counts attacked images; silent on other ranks and where the trainer shows no bar."""
 
     def __init__(self, trainer: Trainer, total: int | None) -> None:
         bar = trainer.progress_bar_callback
@@ -35,7 +30,6 @@ class AttackProgress:
             self.rich.refresh()
 
     def advance(self, attack: str, images: int) -> None:
-        """Add images that an attack has finished."""
         self.bar.set_postfix_str(attack, refresh=False)
         self.bar.update(images)
         if self.rich is not None:
@@ -43,7 +37,6 @@ class AttackProgress:
             self.rich.refresh()
 
     def close(self) -> None:
-        """Remove the line."""
         self.bar.close()
         if self.rich is not None:
             self.rich.update(self.task, visible=False)

@@ -133,16 +133,9 @@ class RobustEval(EvaluationCallback):
 
     @property
     def conditions(self) -> tuple[Any, ...]:
-        """Everything that makes the same attack another measurement."""
         return self.target, self.settings, self.every_n_epochs
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Compare the callbacks, and print each name that is numbered.
-
-        Raises:
-            ModuleNotFoundError: an attack needs a package that is not installed.
-            ValueError: another callback unpacks or preprocesses the same images otherwise.
-        """
         before = self.attacks
         super().setup(trainer, pl_module, stage)
         require_packages(self.given.values())
@@ -209,7 +202,6 @@ class RobustEval(EvaluationCallback):
                     callback.result = evaluation.result
 
     def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Log the results, and record them."""
         finished: dict[Hashable, list[EvaluationResult]] = {}
         for evaluation in self.evaluations:
             found = evaluation.result
@@ -221,7 +213,7 @@ class RobustEval(EvaluationCallback):
             same_target.append(found)
         values: dict[str, float] = {}
         if full := finished.get(full_defense):
-            # The worst case of several games is that of the last.
+            # If several games were played, the last one decides the worst case.
             last, game = full[-1], full[-1].details.get("protocol")
             worst = worst_measurement([r for r in full if r.details.get("protocol") == game])
             next(e for e in self.evaluations if e.result is last).rows.append(worst)
@@ -247,7 +239,6 @@ class RobustEval(EvaluationCallback):
         """Log figures that are computed from `result`; called on every process."""
 
     def _log_findings(self, pl_module: Any, stage: str) -> None:
-        """Log what makes the accuracies suspicious, and warn of it."""
         results = [evaluation.result for evaluation in self.evaluations]
         flagged = {one.text: one for found in results for one in found.findings if one.flagged}
         blind = [found.blind(name) for found in results for name in found.attacks]
@@ -257,12 +248,10 @@ class RobustEval(EvaluationCallback):
         warn_of(flagged.values())
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Delete the logs: all results are written."""
         for evaluation in self.evaluations:
             evaluation.evaluator.store.delete()
 
     def on_test_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Delete the logs, and print the table of all callbacks of the run."""
         self.on_validation_end(trainer, pl_module)
         if self.results and trainer.is_global_zero:
             defense = self.defense_of(pl_module)
@@ -273,14 +262,7 @@ class RobustEval(EvaluationCallback):
 
 
 class Evaluation:
-    """The scores of one target under the attacks of callbacks with equal settings.
-
-    Args:
-        callbacks: the callbacks.
-        images: the images that are attacked.
-        defense: the target.
-        advance: function that is called with each attack's name and number of images.
-    """
+    """The scores of one target under the attacks of callbacks with equal settings."""
 
     result: EvaluationResult  # of all processes, once all images are attacked
     rows: list[Result]  # of the table
@@ -309,7 +291,6 @@ class Evaluation:
         )
 
     def _store(self) -> PerImageResults:
-        """Return where scores are kept, with those of an evaluation that was stopped."""
         trainer, defense = self.trainer, self.defense
         folder, unfinished = run_folder(trainer), None
         # A fit resumes from its checkpoint; a stateful defense depends on all earlier images.

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor
 
 from lightning_rob.attacks import TAA, Attack, NoAttack, evaluating
 from lightning_rob.attacks.transform_ensemble import attackable
@@ -109,7 +108,6 @@ class VotingRuleEval(EvaluationCallback):
 
     @property
     def conditions(self) -> tuple[Any, ...]:
-        """Everything that makes the same attack another measurement."""
         return self.rules, self.ensembles, self.draws, self.attacked, self.each_target
 
     def due(self, trainer: Trainer) -> bool:
@@ -118,7 +116,6 @@ class VotingRuleEval(EvaluationCallback):
         return (complete or trainer.state.fn != "fit") and super().due(trainer)
 
     def begin(self, trainer: Trainer, pl_module: Any, loaders: Any) -> Sequence[Images]:
-        """Forget the last evaluation, and draw the ensembles from the current members."""
         defense, seed = self.defense_of(pl_module), self.settings.seed
         if defense.transductive:
             kind = type(defense).__name__
@@ -147,7 +144,6 @@ class VotingRuleEval(EvaluationCallback):
         return defense.part(_places(defense, self.attacked, self.settings.seed))
 
     def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch, images: Images) -> None:
-        """Let the members vote on the batch, untouched and under every attack."""
         defense, (x, y, index) = self.defense_of(pl_module), batch
         known = self._known_part(defense)
         # Every rule and ensemble is counted from the same votes: each image is predicted once.
@@ -156,7 +152,14 @@ class VotingRuleEval(EvaluationCallback):
             began, keys = time.perf_counter(), (self.settings.seed, 0, *name.encode())
             x_adv = attack(known, x, y, Streams.from_index(index, *keys, 0))
             check_within(attack, x_adv, x)
-            scores = self._scores(defense, x_adv, y, Streams.from_index(index, *keys, 2))
+            with evaluating(defense) as copied, torch.no_grad():
+                logits = copied.logits(x_adv, Streams.from_index(index, *keys, 2))
+            check_logits(logits, y)
+            scores = []  # [B] of every draw of every ensemble under every rule
+            for members in (members for draws in self.parts.values() for members in draws):
+                weights = defense.weights[members] / defense.weights[members].sum()
+                for rule in self.rules.values():
+                    scores.append(robust_accuracy(rule(logits[members], weights), y))
             dissimilarity = DISSIMILARITY.distance(x_adv, x)
             if not trainer.sanity_checking:
                 self.tables[name].update(index, torch.stack([dissimilarity, *scores], 1))
@@ -164,22 +167,7 @@ class VotingRuleEval(EvaluationCallback):
                 self.seconds[name] += time.perf_counter() - began
                 self.advance(name, len(x))
 
-    @torch.no_grad()
-    def _scores(self, defense: Defense, x: Tensor, y: Tensor, noise: Streams) -> list[Tensor]:
-        """The accuracies [B] of every draw of every ensemble under every rule, votes cast once."""
-        with evaluating(defense) as copied:
-            logits = copied.logits(x, noise)
-        check_logits(logits, y)
-        found = []
-        for draws in self.parts.values():
-            for members in draws:
-                weights = defense.weights[members] / defense.weights[members].sum()
-                predictions = [rule(logits[members], weights) for rule in self.rules.values()]
-                found += [robust_accuracy(prediction, y) for prediction in predictions]
-        return found
-
     def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Log the accuracies, and record them."""
         for name, table in self.tables.items():
             _, scores = table.rows()
             details: dict[str, Any] = {"kind": "voting_rule", "name": name}
@@ -208,13 +196,11 @@ class VotingRuleEval(EvaluationCallback):
             append_records(folder / self.record, self.results)
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the table."""
         if self.results and trainer.is_global_zero:
             print_votes(type(pl_module).__name__, self.results, console_of(trainer))
 
 
 def _places(defense: Defense, names: Names, seed: int) -> list[int]:
-    """Return the members behind these transformations."""
     if not is_transform_ensemble(defense):
         raise TypeError(f"ensembles are parts of a TransformEnsemble, got {type(defense).__name__}")
     wanted: list[str] = []

@@ -34,9 +34,6 @@ class AuditConfig(CommandConfig):
         queries: of the black-box Square Attack, per image
         seed: of all noise, and of the choice of images
         strict: exit with code 1 if something severe was found
-
-    Raises:
-        ValueError: another norm, a radius that holds no or every image, or a count below 1.
     """
 
     usage: ClassVar[str] = "CHECKPOINT [options of test]"
@@ -68,11 +65,7 @@ class AuditConfig(CommandConfig):
 
 
 def run(config: AuditConfig, run: "Run") -> bool:
-    """Run the audit beside the callbacks of the run.
-
-    Returns:
-        Whether something severe was found and that is to be an error.
-    """
+    """Run the audit beside the callbacks; return whether something severe is to be an error."""
     from lightning_rob.callbacks.audit import RobustAudit
 
     if run.checkpoint is None:
@@ -96,10 +89,7 @@ def run(config: AuditConfig, run: "Run") -> bool:
 
 
 def audited_threat(config: AuditConfig, model: Any) -> tuple["Threat", str]:
-    """Return the threat of an audit, and why it is this one.
-
-    A radius or norm that the options leave open is that of the training if an audit can take it.
-    """
+    """Return the threat of an audit, by default the training's, and the reason for it."""
     from lightning_rob.commands.base import trained_threat
     from lightning_rob.threat import Threat
 

@@ -13,11 +13,7 @@ AUTHORIZATION = "LIGHTNING_ROB_NOTIFY_AUTHORIZATION"  # environment variable: th
 
 
 def public_name(url: str) -> str:
-    """Return a URL that can be printed.
-
-    User info, path and query are left out, for many chat services have their secret in the path;
-    of other schemes than http and https only the scheme is kept.
-    """
+    """Return a URL without user info, path and query, in which chat services have secrets."""
     parts = urlsplit(url)
     if parts.scheme not in WEB:
         return f"{parts.scheme}://…"
@@ -26,23 +22,14 @@ def public_name(url: str) -> str:
 
 
 def receiver_name(url: str) -> str:
-    """Return a URL that can be printed, with a digest of what is left out of it.
-
-    So two receivers of one host have names of their own, in any order. Six digits distinguish them,
-    and are too few to find a secret by.
-    """
+    """Return a printable URL with a digest of what it leaves out, so that names differ."""
     name = public_name(url)
     digest = hashlib.sha256(url.encode()).hexdigest()[:6]
     return f"{name} {digest}" if name.endswith("…") else name
 
 
 def check_destinations(urls: Sequence[str]) -> None:
-    """Refuse URLs that cannot be notified; no error contains a secret.
-
-    Raises:
-        ValueError: not a URL, user info in a URL of http, a missing package, one secret for
-            several hosts, or a secret that is not a header.
-    """
+    """Refuse URLs that cannot be notified; no error contains a secret."""
     wanted = "--notify takes a URL such as https://host/path"
     hosts = set()
     for url in urls:
@@ -76,11 +63,7 @@ def check_destinations(urls: Sequence[str]) -> None:
 
 
 def authorization() -> str | None:
-    """Return the secret for the Authorization header; None without one.
-
-    Raises:
-        ValueError: it has a line break or another character that a header cannot have.
-    """
+    """Return the secret for the Authorization header; None without one."""
     secret = os.environ.get(AUTHORIZATION, "").strip()
     if not (secret.isascii() and secret.isprintable()):
         raise ValueError(f"{AUTHORIZATION} must be one line of ASCII, such as 'Bearer …'")

@@ -13,16 +13,12 @@ def is_remote(run: object) -> bool:
 
 
 def is_single(url: str) -> bool:
-    """Return whether a remote place is that of one checkpoint, replaced by each new one."""
+    """Return whether a remote place holds one checkpoint, which each new one replaces."""
     return url.endswith(".ckpt") or url.startswith("mlflow:")
 
 
 def parse_model(url: str) -> tuple[str, str]:
-    """Return name and alias of a registered model.
-
-    Raises:
-        ValueError: another format.
-    """
+    """Return name and alias of a registered model."""
     found = MODEL.fullmatch(url)
     if found is None:
         raise ValueError(f"a registered model is mlflow:models/NAME@ALIAS, got {url}")
@@ -30,12 +26,7 @@ def parse_model(url: str) -> tuple[str, str]:
 
 
 def check_remote(url: str) -> None:
-    """Refuse a place whose checkpoints cannot be read.
-
-    Raises:
-        ValueError: not a registered model; user info in the URL, several URLs in one, or a file
-            system that fsspec does not know; or a package is missing.
-    """
+    """Refuse a place whose checkpoints cannot be read."""
     if url.startswith("mlflow:"):
         parse_model(url)
         if find_spec("mlflow") is None:

@@ -26,12 +26,7 @@ def scores_by_name(result: EvaluationResult) -> dict[str, Scores]:
 
 @dataclass(frozen=True)
 class ScoreFiles:
-    """A folder of files KEY.npz with arrays `index` [N], `scores` [N, R] and `key`.
-
-    Args:
-        folder: of the records.
-        name: of the folder in it.
-    """
+    """A folder of files KEY.npz with arrays `index` [N], `scores` [N, R] and `key`."""
 
     folder: Path
     name: str
@@ -41,11 +36,7 @@ class ScoreFiles:
         return {"key": key, "scores": f"{self.name}/{key}.npz"}
 
     def write(self, key: str, scores: Scores) -> None:
-        """Write the scores of a result; a kill leaves the whole file or none.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write the scores of a result; a kill leaves the whole file or none."""
         index, table = (part.cpu().numpy() for part in scores)
 
         def save(draft: Path) -> None:
@@ -55,14 +46,7 @@ class ScoreFiles:
         atomic_write(self.folder / self.name / f"{key}.npz", save)
 
     def read(self, record: Mapping[str, Any]) -> Scores | None:
-        """Return the scores that a record names; None if its file is missing or refused.
-
-        Refused is another file than the record's, one outside the folder, and one that would
-        inflate to much more than it is.
-
-        Args:
-            record: with `reuse` and the number of images `n`.
-        """
+        """Return the scores that a record names; None if its file is missing or refused."""
         try:
             reuse, images = record["reuse"], int(record["n"])
             place = PurePosixPath(reuse["scores"])

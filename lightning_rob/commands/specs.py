@@ -25,8 +25,7 @@ def class_name(path: Any) -> str:
 
 def arguments(spec: Any) -> Spec:
     """Return the arguments of an object; none of anything else."""
-    found: Spec = spec["init_args"] if is_spec(spec) else {}
-    return found
+    return dict(spec["init_args"]) if is_spec(spec) else {}
 
 
 def short(value: Any) -> str:
@@ -63,7 +62,7 @@ def inner_attacks(spec: Any) -> list[Spec]:
 
 
 def threat_of(spec: Any) -> Spec:
-    """Return an attack's own threat, or that of its parts."""
+    """Return the threat of an attack, or the first one among its parts."""
     own: Any = arguments(spec).get("threat")
     if is_spec(own):
         return dict(own)
@@ -88,7 +87,7 @@ def other_arguments(spec: Any) -> str:
 
 
 def flat(spec: Any) -> dict[str, str]:
-    """Return every argument, those of the attacks inside under "part 1.steps" and the like."""
+    """Return every argument; attacks inside have names such as "part 1.steps"."""
     own = {k: short(v) for k, v in arguments(spec).items() if not _parts_in(v)}
     for i, part in enumerate(inner_attacks(spec), start=1):
         own |= {f"part {i}.{key}": value for key, value in flat(part).items()}

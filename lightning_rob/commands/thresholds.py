@@ -9,42 +9,22 @@ BLIND = "robust/blind"  # also as "blind": a share that must not rise above its 
 
 
 def parse_thresholds(text: str) -> dict[str, float]:
-    """Return the minimum accuracy by metric name; the maximum of `blind`.
-
-    Args:
-        text: NAME=VALUE, several separated by commas; a value is in [0, 1] or like "40%".
-
-    Raises:
-        ValueError: another format.
-    """
+    """Return the minimum accuracy by metric name; the maximum of `blind`."""
     minima = {}
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
-        minimum = _fraction(value)
+        try:
+            minimum = float(value[:-1]) / 100 if value.endswith("%") else float(value)
+        except ValueError:
+            minimum = math.nan  # which is in no range
         if not name or not 0 <= minimum <= 1:
             raise ValueError(f"a threshold is NAME=VALUE, such as robust/worst=0.40, got {part!r}")
         minima[name] = minimum
     return minima
 
 
-def _fraction(value: str) -> float:
-    try:
-        return float(value[:-1]) / 100 if value.endswith("%") else float(value)
-    except ValueError:
-        return math.nan
-
-
 def violations(minima: Mapping[str, float], logged: Mapping[str, float], stage: str) -> list[str]:
-    """Describe each metric below its threshold, or `blind` above it, in one line.
-
-    Args:
-        minima: minimum accuracy by metric name, with or without the stage in front.
-        logged: the logged metrics.
-        stage: "test" or "val".
-
-    Raises:
-        ValueError: a metric was not measured.
-    """
+    """Describe each metric below its threshold, or `blind` above it, in one line."""
     lines = []
     for name, minimum in minima.items():
         short = name.removeprefix(f"{stage}/")

@@ -169,7 +169,9 @@ class Single(Defense):
 
     @property
     def foldable_networks(self) -> list[nn.Module]:
-        return [self.net.net if isinstance(self.net, Preprocessed) else self.net]
+        # A subclass may adapt: its network is then refused.
+        nets = super().foldable_networks
+        return [net.net if isinstance(net, Preprocessed) else net for net in nets]
 
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
         return network_logits(self.net, x).unsqueeze(0)

@@ -9,20 +9,27 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from lightning_rob.attacks import attacking
-from lightning_rob.randomness import Streams
+from lightning_rob.defenses import Defense, TransformEnsemble
+from lightning_rob.randomness import Streams, normal
+from lightning_rob.rules import mean_probs
+from lightning_rob.transforms.pool import chosen
+from tests.counting import Shared
 
-PROTOTYPES = torch.rand((4, 1, 6, 6), generator=torch.Generator().manual_seed(42))
+PROTOTYPES = {
+    side: torch.rand((4, channels, side, side), generator=torch.Generator().manual_seed(42))
+    for side, channels in ((6, 1), (8, 3))
+}
 
 
 class ConvNet(nn.Module):
     """Batch norm and dropout show whether an attack runs in evaluation mode."""
 
-    def __init__(self, width=6):
+    def __init__(self, width=6, channels=1, side=6):
         super().__init__()
-        self.conv = nn.Conv2d(1, width, 3, padding=1)
+        self.conv = nn.Conv2d(channels, width, 3, padding=1)
         self.norm = nn.BatchNorm2d(width)
         self.drop = nn.Dropout(0.3)
-        self.linear = nn.Linear(width * 36, 4)
+        self.linear = nn.Linear(width * side**2, 4)
 
     def forward(self, x):
         return self.linear(self.drop(self.norm(self.conv(x)).relu()).flatten(1))
@@ -39,11 +46,110 @@ class NonFinite(nn.Module):
         return self.inner(x) * float("nan")
 
 
-def images(count, seed=0):
+class Recording(nn.Module):
+    """A network that keeps the images that it is called on."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net, self.seen = net, Shared()
+
+    def forward(self, x):
+        self.seen.append(x.detach().clone())
+        return self.net(x)
+
+
+class Affine(nn.Linear):
+    """A linear network of images."""
+
+    def forward(self, x):
+        return super().forward(x.flatten(1))
+
+
+class Hyperplane(nn.Module):
+    """Two classes on both sides of a plane."""
+
+    def __init__(self, w, bias=0.0):
+        super().__init__()
+        self.w, self.bias = nn.Parameter(w), bias
+
+    def forward(self, x):
+        f = (x.flatten(1) - 0.5) @ self.w + self.bias
+        return torch.stack([-f, f], 1)
+
+
+class Constant(nn.Module):
+    """The same logits for every image, and a gradient."""
+
+    def __init__(self, *logits):
+        super().__init__()
+        self.logits = torch.tensor(logits, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.logits + 0 * x.flatten(1).sum(1, keepdim=True)
+
+
+class Noisy(Defense):
+    """A look at the image with noise for each weight; counts how often it is asked."""
+
+    def __init__(self, net, strength=0.3, weights=(1.0,)):
+        super().__init__(torch.tensor(weights), mean_probs)
+        self.net, self.strength, self.calls = net, strength, 0
+
+    def logits(self, x, generator=None):
+        self.calls += 1
+        looks = [
+            x + self.strength * normal(x, *x.shape[1:], generator=generator) for _ in self.weights
+        ]
+        return torch.stack([self.net(look) for look in looks])
+
+
+def plane(norm, gain=1.0):
+    """A hyperplane, images on both sides of it, their labels and distances (of the dual norm)."""
+    net = Hyperplane(gain * torch.randn(12, generator=seeded(1), dtype=torch.float64)).double()
+    x = 0.3 + 0.4 * torch.rand((40, 3, 2, 2), generator=seeded(2), dtype=torch.float64)
+    y, f = net(x).argmax(1), net(x)[:, 1].detach().abs()
+    return net, x, y, f / torch.linalg.vector_norm(net.w.detach(), 1 if norm == "linf" else 2)
+
+
+def mlp(seed, classes=3, gain=1.0):
+    """A small network in double precision for images of 3x2x2 pixels."""
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, classes))
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.mul_(gain)
+    return net.double()
+
+
+def noise_images(count=10, classes=3, seed=0):
+    """Images of 3x2x2 pixels in double precision, and labels."""
+    x = torch.rand((count, 3, 2, 2), generator=(chance := seeded(seed))).double()
+    return x, torch.randint(classes, (count,), generator=chance)
+
+
+def images(count, seed=0, channels=1, side=6):
     generator = seeded(seed)
     y = torch.randint(4, (count,), generator=generator)
-    noise = 0.15 * torch.randn((count, 1, 6, 6), generator=generator, dtype=torch.float32)
-    return (0.25 + 0.5 * PROTOTYPES[y] + noise).clamp(0, 1), y
+    shape = (count, channels, side, side)
+    noise = 0.15 * torch.randn(shape, generator=generator, dtype=torch.float32)
+    return (0.25 + 0.5 * PROTOTYPES[side][y, :channels] + noise).clamp(0, 1), y
+
+
+def trained_transforms(names, steps=60, channels=1, side=6):
+    """A transformation ensemble whose members know their transformed images, in training mode."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        nets = [ConvNet(channels=channels, side=side) for _ in chosen(names)]
+        ensemble = TransformEnsemble(nets, names)
+        for i, net in enumerate(nets):
+            optimizer = torch.optim.Adam(net.parameters(), 0.01)
+            for step in range(steps):
+                x, y = images(64, 1000 * i + step, channels, side)
+                optimizer.zero_grad()
+                cross_entropy(net(ensemble.seen(i, x, seeded(step))), y).backward()
+                optimizer.step()
+            net.zero_grad()
+    return ensemble
 
 
 @cache

@@ -13,6 +13,7 @@ from lightning_rob.rules import mean_probs
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import GaussianNoise
 from tests.attacks.common import (
+    Recording,
     accuracy,
     assert_inside,
     images,
@@ -20,31 +21,10 @@ from tests.attacks.common import (
     seeded,
     trained_net,
 )
-from tests.counting import Counting, Shared
+from tests.counting import Counting
 
 LINF, L2 = Threat("linf", "24/255"), Threat("l2", 0.5)
 both_norms = pytest.mark.parametrize("threat", [LINF, L2], ids=["linf", "l2"])
-
-
-class Recording(torch.nn.Module):
-    """A network that keeps the images that it is called on."""
-
-    def __init__(self, net):
-        super().__init__()
-        self.net, self.seen = net, Shared()
-
-    def forward(self, x):
-        self.seen.append(x.detach().clone())
-        return self.net(x)
-
-
-@pytest.fixture
-def double(monkeypatch):
-    """In double precision, where rounding decides nothing in a hundred steps."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
 
 
 def package_iterates(threat, loss, net, x, y, start, rank=None):
@@ -203,21 +183,6 @@ def test_rule_that_pools_is_certain():
     ensemble = Ensemble([trained_net(1), trained_net(2)], [0.6, 0.4], rule=mean_probs)
     x, y = images(60, seed=4)
     assert accuracy(ensemble, APGD(LINF, 30)(ensemble, x, y, seeded()), y) < 0.75
-
-
-WRONG = {
-    "steps": (lambda: APGD(LINF, 0), "steps must be at least 1, got 0"),
-    "restarts": (lambda: APGD(LINF, restarts=0), "restarts must be at least 1, got 0"),
-    "draws": (lambda: APGD(LINF, draws=0), "draws must be at least 1, got 0"),
-    "targets": (lambda: APGD(LINF, targets=-1), "targets must not be negative, got -1"),
-    "norm": (lambda: APGD(Threat(3)), "APGD is for linf and l2, not for norm 3"),
-}
-
-
-@pytest.mark.parametrize(("build", "message"), WRONG.values(), ids=WRONG.keys())
-def test_wrong_arguments(build, message):
-    with pytest.raises(ValueError, match=message):
-        build()
 
 
 @pytest.mark.parametrize(

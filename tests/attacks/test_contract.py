@@ -1,5 +1,6 @@
 """One contract for every attack: `ENTRIES` holds each class once or twice."""
 
+import copy
 import importlib
 import inspect
 import pkgutil
@@ -58,15 +59,7 @@ from lightning_rob.attacks import (
     attacking,
 )
 from lightning_rob.attacks.nested import map_attacks
-from lightning_rob.defenses import (
-    DENT,
-    Defense,
-    Ensemble,
-    Mixture,
-    RandomTransforms,
-    Single,
-    TransformEnsemble,
-)
+from lightning_rob.defenses import DENT, Ensemble, Mixture, RandomTransforms, Single
 from lightning_rob.objectives import (
     ce_of_mean_logits,
     ce_of_mean_probs,
@@ -81,6 +74,7 @@ from lightning_rob.threat import Threat
 from lightning_rob.transforms import GaussianNoise
 from tests.attacks.common import (
     ConvNet,
+    Noisy,
     NonFinite,
     accuracy,
     assert_inside,
@@ -90,6 +84,7 @@ from tests.attacks.common import (
     seeded,
     snapshot,
     trained_net,
+    trained_transforms,
 )
 
 LINF, L2 = Threat("linf", "32/255"), Threat("l2", 0.7)
@@ -107,10 +102,7 @@ ENTRIES = {
     "pgd": (STEPS, "ensemble"),
     "pgd-l2": (PGD(L2, 3, 0.25, linear, 2, 2, keep_best=True, momentum=(0, 0.9)), "random"),
     "arc": (ARC(LINF, 3, LINF.eps), "ensemble"),
-    "arc-l2": (
-        ARC(L2, 3, 0.4, neighbours=1, random_start=True, early_stop=True),
-        "ensemble",
-    ),
+    "arc-l2": (ARC(L2, 3, 0.4, neighbours=1, random_start=True, early_stop=True), "ensemble"),
     "climb": (LatticeClimber(LINF, 4, LINF.eps / 4), "ensemble"),
     "climb-l2": (LatticeClimber(L2, 8, 0.2, start=PGD(L2, 3, 0.25)), "ensemble"),
     "cw": (CW(L2, 20, 0.05, binary_steps=3, initial_const=0.1), "ensemble"),
@@ -127,10 +119,7 @@ ENTRIES = {
     "minimal-norm-l2": (MinimalNorm(APGD(L2, 5, restarts=2), 3), "transformed"),
     "square": (Square(LINF, 200), "ensemble"),
     "square-l2": (Square(L2, 150), "ensemble"),
-    "autoattack": (
-        AutoAttack(LINF, "custom", ("apgd-ce", "square"), queries=10),
-        "ensemble",
-    ),
+    "autoattack": (AutoAttack(LINF, "custom", ("apgd-ce", "square"), queries=10), "ensemble"),
     "reference": (AutoAttack(LINF, "custom", ("apgd-ce",), reference=True), "ensemble"),
     "foreign": (Foreign(LINF, sign_step), "ensemble"),
     "taa": (TAA(FIXED), "transformed"),
@@ -191,23 +180,8 @@ FAMILIES = (
     "pdgd",
     "square",
 )  # each has a loop of its own
+IN_L2 = ("apgd-l2", "fab-l2", "square-l2", "deepfool-l2", "arc-l2", "pgd-l2")
 OWN_CHECKS = (*FAMILIES, "minimal-norm", "autoattack", "reference", "targeted", "high-confidence")
-
-
-@cache
-def transformed_weights(names):
-    """Members trained on images as they see them."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        ensemble = TransformEnsemble([ConvNet() for _ in names], names)
-        for i, net in enumerate(ensemble.members):
-            optimizer = torch.optim.Adam(net.parameters(), 0.01)
-            for step in range(60):
-                x, y = images(64, seed=1000 * i + step)
-                optimizer.zero_grad()
-                cross_entropy(net(ensemble.seen(i, x)), y).backward()
-                optimizer.step()
-    return ensemble.state_dict()
 
 
 def defense_for(kind):
@@ -219,11 +193,12 @@ def defense_for(kind):
         return RandomTransforms(first, [GaussianNoise(alpha=0.1)], size=1, draws=2)
     if kind == "adapting":
         return DENT(first, steps=2)
-    names = ("rotate_180", "filter_gaussian", "flip_both")
-    with torch.random.fork_rng():
-        defense = TransformEnsemble([ConvNet() for _ in names], names)
-    defense.load_state_dict(transformed_weights(names))
-    return defense
+    return copy.deepcopy(transformed())
+
+
+@cache
+def transformed():
+    return trained_transforms(("rotate_180", "filter_gaussian", "flip_both"))
 
 
 @pytest.fixture
@@ -312,18 +287,7 @@ def of_radius(attack, eps):
     )
 
 
-@entries(
-    *FAMILIES,
-    "apgd-l2",
-    "fab-l2",
-    "square-l2",
-    "deepfool-l2",
-    "arc-l2",
-    "pgd-l2",
-    "taa-target",
-    "high-confidence",
-    "8-bit",
-)
+@entries(*FAMILIES, *IN_L2, "taa-target", "high-confidence", "8-bit")
 def test_no_radius_no_change(attack, defense):
     x, y = images(5, seed=8)
     x = (x * 255).round() / 255
@@ -344,7 +308,7 @@ def test_without_limits_nothing_is_left(attack, defense):
     assert accuracy(defense, x_adv, y) == 0
 
 
-@entries(*FAMILIES, "apgd-l2", "fab-l2", "square-l2", "deepfool-l2", "arc-l2", "pgd-l2")
+@entries(*FAMILIES, *IN_L2)
 def test_stays_inside_other_bounds(attack, defense):
     """Bounds whose differences are not exact in single precision."""
     x, y = images(16, seed=5)
@@ -565,12 +529,8 @@ def test_is_a_frozen_value_and_its_repr_builds_it(attack, kind):
     assert hash(same) == hash(attack)
     with pytest.raises(FrozenInstanceError):
         setattr(attack, fields(attack)[0].name, None)
-    names = (
-        vars(attacks)
-        | vars(objectives)
-        | vars(transforms)
-        | {"Threat": Threat, "sign_step": sign_step}
-    )
+    names = vars(attacks) | vars(objectives) | vars(transforms)
+    names |= {"Threat": Threat, "sign_step": sign_step}
     recipe = re.sub(r"<function (\w+) at 0x\w+>", r"\1", repr(attack))
     assert eval(recipe, names) == attack
 
@@ -671,60 +631,56 @@ def test_a_network_is_no_defense():
         STEPS(trained_net(1), *images(2))
 
 
-WRONG = {
-    "no steps": (lambda: PGD(LINF, 0, 0.1), "steps must be at least 1, got 0"),
-    "no steps, arc": (lambda: ARC(LINF, 0, 0.1), "steps must be at least 1, got 0"),
-    "no restarts": (lambda: PGD(LINF, 1, 0.1, restarts=0), "restarts must be at least 1, got 0"),
-    "no draws": (lambda: PGD(LINF, 9, 0.1, draws=0), "draws must be at least 1, got 0"),
-    "no neighbours": (lambda: ARC(LINF, 9, 0.1, neighbours=0), "neighbours must be at least 1"),
-    "step 0": (lambda: PGD(LINF, 1, 0.0), "step_size must be positive, got 0.0"),
-    "step nan": (lambda: PGD(LINF, 1, float("nan")), "step_size must be positive, got nan"),
-    "step 0, arc": (lambda: ARC(LINF, 1, 0), "step_size must be positive, got 0"),
-    "damping 2": (lambda: PGD(LINF, 1, 0.1, momentum=(2.0,)), r"momentum must be .*\[0, 1\]"),
-    "damping -1": (lambda: PGD(LINF, 1, 0.1, momentum=(0.5, -0.1)), r"momentum must be numbers"),
-    "no momentum": (lambda: PGD(LINF, 1, 0.1, momentum=()), r"momentum must be numbers"),
-    "same start": (
-        lambda: PGD(LINF, 1, 0.1, restarts=2, random_start=False),
-        "2 restarts without random_start",
-    ),
-    "arc l3": (lambda: ARC(Threat(3), 1, 0.1), "ARC is for linf and l2, not for norm 3"),
-    "cw linf": (lambda: CW(LINF), "CW is for l2, not for norm linf"),
-    "cw no search": (lambda: CW(L2, binary_steps=0), "binary_steps must be at least 1, got 0"),
-    "cw step 0": (lambda: CW(L2, step_size=0.0), "step_size must be positive, got 0.0"),
-    "cw const": (lambda: CW(L2, initial_const=-1.0), "initial_const must be positive, got -1.0"),
-    "cw confidence": (lambda: CW(L2, confidence=-1), "confidence must not be negative, got -1"),
-    "cw draws": (lambda: CW(L2, draws=0), "draws must be at least 1, got 0"),
-    "deepfool l3": (lambda: DeepFool(Threat(3)), "DeepFool is for linf and l2, not for norm 3"),
-    "deepfool steps": (lambda: DeepFool(L2, 0), "steps must be at least 1, got 0"),
-    "no candidates": (lambda: DeepFool(L2, candidates=0), "candidates must be at least 1, got 0"),
-    "undershoot": (
-        lambda: DeepFool(L2, overshoot=-0.1),
-        "overshoot must not be negative, got -0.1",
-    ),
-}
+POSITIVE = ("step_size", "initial_const", "first_norm")
+COUNTS = ("steps", "restarts", "draws", "neighbours", "candidates", "binary_steps")
+COUNTS += ("queries", "batch_size", "radii", "rounds", "passes")
 
 
-@pytest.mark.parametrize(("build", "message"), WRONG.values(), ids=WRONG.keys())
+@pytest.mark.parametrize("name", [name for name in ENTRIES if name != "foreign"])
+def test_counts_lengths_and_norms_are_checked_as_an_attack_is_built(name):
+    attack, _ = ENTRIES[name]
+    for name in (field.name for field in fields(attack)):
+        for value in (0, -1):
+            message = "be positive, got" if name in POSITIVE else f"be at least 1, got {value}"
+            if name in POSITIVE + COUNTS:
+                with pytest.raises(ValueError, match=f"{name} must {message}"):
+                    replace(attack, **{name: value})
+    if isinstance(attack, APGD | ARC | AutoAttack | CW | DDN | DeepFool | FAB | PDGD | Square):
+        kind = type(attack).__name__
+        with pytest.raises(ValueError, match=rf"{kind} is for (linf and )?l2, not for norm 3"):
+            replace(attack, threat=Threat(3))
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: PGD(LINF, 1, 0.1, momentum=(2.0,)), r"momentum must be .*\[0, 1\]"),
+        (lambda: PGD(LINF, 1, 0.1, momentum=(0.5, -0.1)), "momentum must be numbers"),
+        (lambda: PGD(LINF, 1, 0.1, momentum=()), "momentum must be numbers"),
+        (lambda: PGD(LINF, 1, 0.1, restarts=2, random_start=False), "2 restarts without random_"),
+        (lambda: CW(LINF), "CW is for l2, not for norm linf"),
+        (lambda: CW(L2, confidence=-1), "confidence must not be negative, got -1"),
+        (lambda: DDN(LINF), "DDN is for l2, not for norm linf"),
+        (lambda: DDN(L2, 5, 1.0), r"gamma must be in \(0, 1\), got 1.0"),
+        (lambda: DeepFool(L2, overshoot=-0.1), "overshoot must not be negative, got -0.1"),
+        (lambda: APGD(LINF, targets=-1), "targets must not be negative, got -1"),
+        (lambda: FAB(LINF, targets=-1), "targets must not be negative, got -1"),
+        (lambda: Square(LINF, p=1.5), r"p must be a share of the image in \(0, 1\], got 1.5"),
+        (lambda: OnMember(STEPS, -1), "member must be at least 0, got -1"),
+        (lambda: PartialBatchAttack(STEPS, 1.5), r"share in \[0, 1\], got 1.5"),
+        (lambda: InsideBounds(0), "hair must be positive and fit into"),
+        (lambda: InsideBounds(0.5), "hair must be positive and fit into"),
+    ],
+)
 def test_wrong_arguments(build, message):
     with pytest.raises(ValueError, match=message):
         build()
 
 
-class Coin(Defense):
-    """Draws its classifier anew."""
-
-    def __init__(self, inner):
-        super().__init__(torch.ones(1), ce_of_mean_logits)
-        self.inner = inner
-
-    def logits(self, x, generator=None):
-        return self.inner(x).unsqueeze(0)
-
-
 def test_defenses_and_norms_that_an_attack_cannot_take(pair):
     x, y = images(2)
-    with pytest.raises(TypeError, match=r"Coin is not a fixed set of classifiers.*PGD"):
-        ARC(LINF, 3, LINF.eps)(Coin(pair.members[0]), x, y)
+    with pytest.raises(TypeError, match=r"Noisy is not a fixed set of classifiers.*PGD"):
+        ARC(LINF, 3, LINF.eps)(Noisy(pair.members[0]), x, y)
     with pytest.raises(ValueError, match="projection is for linf and l2, not for norm 3"):
         PGD(Threat(3, 0.1), 2, 0.1)(pair, x, y, seeded())
 

@@ -7,20 +7,16 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_rob.attacks import CW, attacking
+from lightning_rob.attacks import CW, DeepFool, attacking
 from lightning_rob.defenses import Defense, Ensemble, Single
 from lightning_rob.objectives import expected_margin, linear
 from lightning_rob.randomness import Streams, normal
 from lightning_rob.rules import mean_probs
 from lightning_rob.threat import Threat
+from tests.attacks.common import Affine, Constant, Recording, seeded
 from tests.tiny import Blobs, TinyNet
 
 FREE = Threat("l2", 100)
-
-
-class Affine(nn.Linear):
-    def forward(self, x):
-        return super().forward(x.flatten(1))
 
 
 def distances(net, x, y, order):
@@ -138,12 +134,24 @@ def test_more_of_the_search_is_never_worse():
     assert last.isfinite().all()
 
 
-def test_every_image_is_fooled_without_a_budget():
+NEAREST = {
+    "cw": CW(FREE, 40, 0.04, 5),
+    "deepfool": DeepFool(Threat("linf", 1), overshoot=1e-6),
+    "deepfool-l2": DeepFool(FREE, overshoot=0.0),
+}
+each_attack = pytest.mark.parametrize("attack", NEAREST.values(), ids=NEAREST)
+
+
+@each_attack
+def test_every_image_is_fooled_without_a_budget_and_the_fooled_stay(attack):
     defense, x, y = trained()
     assert (predictions(defense, x) == y).float().mean() > 0.9
-    x_adv = CW(FREE)(defense, x, y)
-    assert (predictions(defense, x_adv) != y).all()
-    assert FREE.size(x_adv - x).median() < 1.5
+    assert (predictions(defense, attack(defense, x, y)) != y).all()
+    wrong = (predictions(defense, x) + 1) % 4
+    mixed = torch.where(torch.arange(len(x)) % 2 == 0, wrong, y)
+    x_adv = attack(defense, x, mixed)
+    assert torch.equal(x_adv[::2], x[::2])
+    assert (x_adv[1::2] != x[1::2]).flatten(1).any(1).all()
 
 
 def test_weak_and_strong_first_constants_meet():
@@ -152,25 +160,19 @@ def test_weak_and_strong_first_constants_meet():
     assert weak.median() == pytest.approx(strong.median().item(), rel=0.03)
 
 
-@pytest.mark.parametrize("eps", [0.0, 0.3, 1.0])
-def test_perturbations_that_are_too_large_are_projected(eps):
+@each_attack
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_perturbations_that_are_too_large_are_projected(attack, share):
     defense, x, y = trained()
-    free = CW(FREE, 20, 0.04, 5)(defense, x, y)
-    threat = Threat("l2", eps)
-    x_adv = CW(threat, 20, 0.04, 5)(defense, x, y)
-    small = FREE.size(free - x) <= eps
+    free = attack(defense, x, y)
+    found = attack.threat.size(free - x)
+    ball = replace(attack.threat, eps=share * float(found.median()))
+    x_adv = replace(attack, threat=ball)(defense, x, y)
+    small = found <= ball.eps
     assert torch.equal(x_adv[small], free[small])
-    torch.testing.assert_close(x_adv[~small], threat.project(free, x)[~small])
-    assert threat.size(x_adv - x).max() <= eps + 1e-6
-
-
-def test_fooled_images_stay_as_they_are():
-    defense, x, y = trained()
-    wrong = (predictions(defense, x) + 1) % 4
-    mixed = torch.where(torch.arange(len(x)) % 2 == 0, wrong, y)
-    x_adv = CW(FREE, 20, 0.05, 4)(defense, x, mixed)
-    assert torch.equal(x_adv[::2], x[::2])
-    assert (x_adv[1::2] != x[1::2]).flatten(1).any(1).all()
+    torch.testing.assert_close(x_adv[~small], ball.project(free, x)[~small])
+    assert ball.size(x_adv - x).max() <= ball.eps + 1e-6
+    assert share == 0 or 0 < int(small.sum()) < len(x)
 
 
 def test_without_success_the_nearest_to_it():
@@ -183,20 +185,12 @@ def test_without_success_the_nearest_to_it():
     assert (after < 0).all()
 
 
-def test_gradient_that_is_nowhere_ends_the_search():
-    calls = []
-
-    class Flat(nn.Module):
-        def forward(self, x):
-            calls.append(len(x))
-            return x.flatten(1)[:, :2] * 0 + torch.tensor([1.0, 0.0])
-
-    x = torch.rand(3, 1, 4, 4)
-    x_adv = CW(Threat("l2", 1.0), 100, binary_steps=3)(
-        Single(Flat()), x, torch.zeros(3, dtype=torch.int64)
-    )
+@each_attack
+def test_gradient_that_is_nowhere_ends_the_search(attack):
+    net, x = Recording(Constant(1.0, 0.0)), torch.rand(3, 1, 4, 4)
+    x_adv = attack(Single(net), x, torch.zeros(3, dtype=torch.int64))
     torch.testing.assert_close(x_adv, x)
-    assert len(calls) < 200
+    assert len(net.seen) <= 110
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -213,19 +207,12 @@ def test_pixels_without_a_gradient_stay(dtype):
 
 def test_settled_images_leave_the_batch():
     defense, x, y = trained()
-    calls, net = [], defense.net
-
-    def counted(module, inputs):
-        calls.append(len(inputs[0]))
-
-    with torch.no_grad():
-        right = int((predictions(defense, x) == y).sum())
-    handle = net.register_forward_pre_hook(counted)
-    CW(FREE, 100)(defense, x, y)
-    handle.remove()
-    assert calls[0] == len(x)
-    assert max(calls[1:]) == right
-    assert sum(calls[1:]) < 0.9 * right * 100 * 9
+    net, right = Recording(defense.net), int((predictions(defense, x) == y).sum())
+    CW(FREE, 100)(Single(net), x, y)
+    first, *others = map(len, net.seen)
+    assert first == len(x)
+    assert max(others) == right
+    assert sum(others) < 0.9 * right * 100 * 9
 
 
 # distributions
@@ -259,19 +246,19 @@ class Shaky(Defense):
         return (logits + self.spread * normal(x, logits.shape[1], generator=generator))[None]
 
 
-def test_random_defense():
+@pytest.mark.parametrize(
+    "attack", [CW(FREE, 30, 0.02, 5), DeepFool(FREE, 10), DeepFool(Threat("linf", 1), 10)]
+)
+def test_random_defense(attack):
     """Streams say that an image's noise is its own, whoever else is still being searched."""
-    net, x, y = affine(3)
-    attack = CW(FREE, 30, 0.02, 5, draws=2)
+    (net, x, y), attack = affine(3), replace(attack, draws=2)
     index = torch.arange(len(x))
     whole = attack(Shaky(net), x, y, Streams.from_index(index, 1))
-    assert torch.equal(whole, attack(Shaky(net), x, y, Streams.from_index(index, 1)))
     for part in index.flip(0).split([1, 3, len(x) - 4]):
         again = attack(Shaky(net), x[part], y[part], Streams.from_index(part, 1))
         torch.testing.assert_close(again, whole[part], rtol=0, atol=1e-9)
     assert not torch.equal(whole, attack(Shaky(net), x, y, Streams.from_index(index, 2)))
-    seeds = [torch.Generator().manual_seed(seed) for seed in (3, 3, 4)]
-    first, same, other = (attack(Shaky(net), x, y, seed) for seed in seeds)
+    first, same, other = (attack(Shaky(net), x, y, seeded(seed)) for seed in (3, 3, 4))
     assert torch.equal(first, same)
     assert not torch.equal(first, other)
 

@@ -1,5 +1,6 @@
 """Chunks give the same images; accelerated networks and 8-bit images, what they change."""
 
+from dataclasses import replace
 from shutil import which
 
 import pytest
@@ -27,7 +28,6 @@ from lightning_rob.threat import Threat
 from lightning_rob.transforms import GaussianNoise, HorizontalFlip
 from tests.attacks.test_folding import settled
 from tests.counting import Shared
-from tests.tiny import TinyNet, pgd, recipe, records, robust_eval, run
 
 LINF = Threat("linf", 0.1)
 
@@ -67,17 +67,6 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_same_images(name):
-    attack, defended = CASES[name]
-    x, y = batch()
-    streams = [Streams.from_index(torch.arange(len(x)), 5) for _ in "ab"]
-    whole = attack(defended(Net()), x, y, streams[0])
-    parts = Chunked(attack, 4)(defended(Net()), x, y, streams[1])
-    torch.testing.assert_close(parts, whole, rtol=0, atol=1e-9)
-    assert streams[0].counter == streams[1].counter
-
-
 def test_images_at_a_time():
     net, (x, y) = Net(), batch()
     Chunked(PGD(LINF, 2, 0.03), images=4)(Single(net), x, y)
@@ -85,29 +74,24 @@ def test_images_at_a_time():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_cpu_attacks_what_its_caches_hold(name, monkeypatch):
+def test_the_same_images(name, monkeypatch):
+    """In chunks; as many at once as the caches of a CPU hold; in halves for want of memory."""
     attack, defended = CASES[name]
-    (x, y), images, net = batch(), [], Net()
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    for at_once in (11, 4):
-        monkeypatch.setattr("lightning_rob.runtime.memory.IMAGES_PER_THREAD", at_once)
-        net.sizes.clear()
-        noise = Streams.from_index(torch.arange(len(x)), 5)
-        images.append(attack(defended(net), x, y, noise))
-    torch.testing.assert_close(images[1], images[0], rtol=0, atol=1e-9)
-    assert set(net.sizes) <= {4, 3}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_out_of_memory_goes_on_in_halves(name):
-    attack, defended = CASES[name]
-    x, y = batch()
-    streams = [Streams.from_index(torch.arange(len(x)), 5) for _ in "ab"]
-    whole = attack(defended(Net()), x, y, streams[0])
-    most = 6 * (3 if name == "eot" else 1)
+    (x, y), net = batch(), Net()
+    noise = [Streams.from_index(torch.arange(len(x)), 5) for _ in range(4)]
+    whole = attack(defended(net), x, y, noise[0])
+    parts = [Chunked(attack, 4)(defended(Net()), x, y, noise[1])]
+    assert noise[0].counter == noise[1].counter
     with pytest.warns(UserWarning, match="11 images at once ran out of memory and goes on with 6"):
-        halves = attack(defended(Net(most=most)), x, y, streams[1])
-    torch.testing.assert_close(halves, whole, rtol=0, atol=1e-9)
+        short = Net(most=6 * (3 if name == "eot" else 1))
+        parts.append(attack(defended(short), x, y, noise[2]))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr("lightning_rob.runtime.memory.IMAGES_PER_THREAD", 4)
+    net.sizes.clear()
+    parts.append(attack(defended(net), x, y, noise[3]))
+    assert set(net.sizes) <= {4, 3}
+    for part in parts:
+        torch.testing.assert_close(part, whole, rtol=0, atol=1e-9)
 
 
 def test_one_image_that_does_not_fit_is_an_error():
@@ -144,42 +128,6 @@ def test_rounds_whose_inner_attack_runs_out_of_memory():
     with pytest.warns(UserWarning, match="goes on with 6"):
         halves = attack(Single(Net(most=6)), x, y, Streams.from_index(torch.arange(11), 1))
     torch.testing.assert_close(halves, whole, rtol=0, atol=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"images": 0}, "images must be a positive whole number, got 0"),
-        ({"images": True}, "images must be a positive whole number, got True"),
-        ({"images": 2.5}, "images must be a positive whole number, got 2.5"),
-    ],
-)
-def test_bad_arguments(options, message):
-    with pytest.raises(ValueError, match=message):
-        Chunked(PGD(LINF, 1, 0.1), **options)
-
-
-def test_from_a_recipe(tmp_path):
-    """Wrapped in the file, the attack finds the same images as alone."""
-    wrapped = {
-        "plain": pgd(early_stop=True, random_start=False),
-        "chunked": {
-            "class_path": "lightning_rob.attacks.Chunked",
-            "init_args": {"attack": pgd(early_stop=True, random_start=False), "images": 5},
-        },
-        "fast": {
-            "class_path": "lightning_rob.attacks.Accelerated",
-            "init_args": {"attack": pgd(), "autocast": "bfloat16"},
-        },
-    }
-    callbacks = [robust_eval(wrapped)]
-    options = {"trainer__callbacks+": callbacks, "model__init_args__monitor": None}
-    run("fit", "--config", recipe(tmp_path, **options))
-    found = {record["name"]: record["accuracy"] for record in records(tmp_path)}
-    # batches of five may round an image or two over a boundary
-    assert found["chunked"] == pytest.approx(found["plain"], abs=2.5 / 32)
-    assert found["plain"] < found["clean"]
-    assert found["fast"] < found["clean"]
 
 
 # faster networks
@@ -252,40 +200,11 @@ def test_compiled_networks_give_the_same_images(attack, mode, device):
         assert not any("forward" in vars(net) for net in nets)
 
 
-def test_graphs_are_refused_on_a_cpu():
-    """Where torch would compile without them, and not say so."""
-    attack = Accelerated(PGD(LINF, 1, 0.1), compile="reduce-overhead")
-    with pytest.raises(ValueError, match="reduce-overhead is for NVIDIA GPUs, got images on cpu"):
-        attack(Single(Recording()), *picture())
-
-
 def test_networks_are_put_back_after_an_error():
     net, (x, y) = Recording(), picture()
     with pytest.raises(ValueError, match="labels"):
         Accelerated(PGD(LINF, 1, 0.1), autocast="float16")(Single(net), x, y + 9)
     assert "forward" not in vars(net)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, "nothing to accelerate"),
-        ({"autocast": "float8"}, "autocast must be of"),
-        ({"compile": "fast"}, "compile must be true, false or .* got 'fast'"),
-    ],
-)
-def test_bad_acceleration(options, message):
-    with pytest.raises(ValueError, match=message):
-        Accelerated(PGD(LINF, 1, 0.1), **options)
-
-
-@pytest.mark.parametrize("rounded", [{"autocast": "bfloat16"}, {"tf32": True}])
-@pytest.mark.parametrize("inner", [PGD(LINF, 1, 0.1, early_stop=True), "twice"])
-def test_attacks_that_cannot_be_accelerated(inner, rounded):
-    plain = PGD(LINF, 1, 0.1)
-    inner = Accelerated(plain, autocast="float16") if inner == "twice" else inner
-    with pytest.raises(ValueError, match=r"accelerated twice|leave out early_stop or (auto|tf32)"):
-        Accelerated(inner, **rounded)
 
 
 # images of 8 bits
@@ -331,19 +250,34 @@ def test_little_of_the_perturbation_is_lost():
     assert (threat.size(found - x) > 0.9 * threat.size(x_adv - x)).all()
 
 
-def test_fools_nearly_as_often_as_the_attack():
-    torch.manual_seed(0)
-    defense, threat = Single(TinyNet()).eval(), Threat("linf", 32 / 255)
-    x = eight_bit(40, 3, 8, 8)
-    y = defense(x).argmax(1)
-    inner = PGD(threat, steps=10, step_size=8 / 255)
-    plain, kept = (attack(defense, x, y) for attack in (inner, Quantized8Bit(inner)))
-    broken = [(defense(images).argmax(1) != y).float().mean() for images in (plain, kept)]
-    assert broken[0] > 0.5
-    assert broken[1] > broken[0] - 0.1
+PLAIN = PGD(LINF, 1, 0.1)
+EARLY = PGD(LINF, 1, 0.1, early_stop=True)
+CANNOT = r"accelerated twice|leave out early_stop or (auto|tf32)"
 
 
-def test_other_bounds_are_refused():
-    inner = PGD(Threat("linf", 0.1, bounds=(-1.0, 1.0)), steps=1, step_size=0.1)
-    with pytest.raises(ValueError, match="8-bit images range over"):
-        Quantized8Bit(inner)
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Chunked(PLAIN, images=0), "images must be a positive whole number, got 0"),
+        (lambda: Chunked(PLAIN, images=True), "images must be a positive whole number, got True"),
+        (lambda: Chunked(PLAIN, images=2.5), "images must be a positive whole number, got 2.5"),
+        (lambda: Accelerated(PLAIN), "nothing to accelerate"),
+        (lambda: Accelerated(PLAIN, autocast="float8"), "autocast must be of"),
+        (lambda: Accelerated(PLAIN, compile="fast"), "compile must be true, false or .* 'fast'"),
+        (lambda: Accelerated(EARLY, autocast="bfloat16"), CANNOT),
+        (lambda: Accelerated(EARLY, tf32=True), CANNOT),
+        (lambda: Accelerated(Accelerated(PLAIN, autocast="float16"), tf32=True), CANNOT),
+        (
+            lambda: Quantized8Bit(replace(PLAIN, threat=Threat("linf", 0.1, (-1.0, 1.0)))),
+            "8-bit images range over",
+        ),
+        # where torch would compile without CUDA's graphs, and not say so
+        (
+            lambda: Accelerated(PLAIN, compile="reduce-overhead")(Single(Recording()), *picture()),
+            "reduce-overhead is for NVIDIA GPUs, got images on cpu",
+        ),
+    ],
+)
+def test_what_is_refused(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()

@@ -112,16 +112,6 @@ def test_dampings_of_the_papers():
 
 
 @both_norms
-def test_momentum_boosting_is_mi_fgsm(threat):
-    """Dong et al. (2018), eqs. 6 and 7: g <- mu g + gradient / ||gradient||_1."""
-    given, g = gradients(), torch.zeros(3, 2, 4).double()
-    ours = steps_of(AggMo((1.0 - 1e-1,), "normalized"), threat, given)
-    for gradient, move in zip(given, ours, strict=True):
-        g = 0.9 * g + gradient / gradient.abs().sum((1, 2), keepdim=True)
-        close(move, steepest(threat, g))
-
-
-@both_norms
 def test_nesterov_is_that_of_torch(threat):
     """A step of the steepest direction of its update, given gradients of length one."""
     point = nn.Parameter(torch.zeros(3, 2, 4).double())
@@ -174,19 +164,6 @@ def hill(seed=0, dtype=torch.float64):
     top = 0.5 + 0.05 * torch.randn((1, 2, 4), generator=chance).to(dtype)
     axes = torch.logspace(0, 2, 8).view(1, 2, 4).to(dtype)
     return Hill(top, axes), x, torch.zeros(4, dtype=torch.int64)
-
-
-@pytest.mark.parametrize("steps", [1, 5, 40])
-def test_adam_climbs_as_that_of_torch(steps):
-    net, x, y = hill()
-    point = nn.Parameter(x.clone())
-    optimizer = torch.optim.Adam([point], lr=0.01, eps=1e-30)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        net(point)[:, 0].sum().backward()
-        optimizer.step()
-    attack = PGD(LINF, steps, 0.01, fall, random_start=False, ascent=Adam())
-    torch.testing.assert_close(attack(Single(net), x, y), point.detach(), rtol=0, atol=1e-9)
 
 
 @all_optimizers

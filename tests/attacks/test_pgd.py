@@ -1,5 +1,4 @@
 import sys
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,14 +9,14 @@ from torch.nn import functional as F
 
 import lightning_rob
 from lightning_rob.attacks import PGD, Chunked, Targeted
-from lightning_rob.defenses import Defense, Ensemble, Mixture, RandomTransforms, Single
-from lightning_rob.defenses.copies import original
+from lightning_rob.defenses import Ensemble, Mixture, RandomTransforms, Single
 from lightning_rob.modules import BAT
 from lightning_rob.objectives import ce_of_mean_logits, expected_ce, linear, worst_ce
 from lightning_rob.randomness import Streams, normal
 from lightning_rob.rules import mean_probs
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import GaussianNoise
+from tests.attacks.common import Constant, Hyperplane, Noisy, Recording, mlp, noise_images, seeded
 from tests.counting import Shared
 
 LINF, L2 = Threat("linf", 0.1), Threat("l2", 0.3)
@@ -25,91 +24,40 @@ STEPS = {"linf": 0.03, "l2": 0.1}
 both_norms = pytest.mark.parametrize("threat", [LINF, L2], ids=["linf", "l2"])
 
 
-def mlp(seed, inputs=12, classes=3, gain=1.0):
-    torch.manual_seed(seed)
-    net = nn.Sequential(
-        nn.Flatten(), nn.Linear(inputs, 16), nn.Tanh(), nn.Linear(16, classes)
-    ).double()
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.mul_(gain)
-    return net
-
-
 def ensemble(gain=3.0):
     return Ensemble([mlp(1, gain=gain), mlp(2, gain=gain)], [0.7, 0.3])
-
-
-def batch(count=10, seed=0, low=0.0, high=1.0):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.rand((count, 3, 2, 2), generator=generator).double()
-    return low + (high - low) * x, torch.randint(3, (count,), generator=generator)
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 # closed forms
 
 
-class Linear(nn.Module):
-    """Two classes, separated by w.x + b = 0."""
-
-    def __init__(self, w, b):
-        super().__init__()
-        self.w, self.b = w, b
-
-    def forward(self, x):
-        f = x.flatten(1) @ self.w + self.b
-        return torch.stack([-f / 2, f / 2], 1)
-
-
-def margin(net, x, y):
-    """Return y_sign * (w.x + b), positive where the prediction is correct."""
-    logits = net(x)
-    return (logits[:, 1] - logits[:, 0]) * (2 * y - 1)
-
-
 @pytest.mark.parametrize("norm", ["linf", "l2"])
 @pytest.mark.parametrize("objective", [expected_ce, worst_ce, ce_of_mean_logits, linear])
-@pytest.mark.parametrize(("random_start", "confidence"), [(False, 100.0), (True, 1.0)])
-def test_reaches_the_optimum_of_a_linear_net(norm, objective, random_start, confidence):
+def test_reaches_the_optimum_of_a_linear_net(norm, objective):
     """Away from the bounds the margin falls by exactly eps ||w||_q, however confident the net."""
-    threat = Threat(norm, 0.05)
-    w = confidence * torch.randn(8, generator=seeded(1)).double()
-    net = Linear(w, -w.sum() / 2)
-    x = 0.3 + 0.4 * torch.rand((20, 8), generator=seeded(2)).double()
+    threat, w = Threat(norm, 0.05), 100 * torch.randn(8, generator=seeded(1)).double()
+    net, x = Hyperplane(w), 0.3 + 0.4 * torch.rand((20, 8), generator=seeded(2)).double()
     y = (net(x)[:, 1] > 0).long()
     y[::4] = 1 - y[::4]
-    attack = PGD(threat, 60, 0.05, objective=objective, random_start=random_start)
-    x_adv = attack(Single(net), x, y, seeded(3))
-    direction = w.sign() if norm == "linf" else w / w.norm()
-    expected = x - 0.05 * (2 * y - 1)[:, None] * direction
-    torch.testing.assert_close(x_adv, expected, rtol=0, atol=1e-9)
-    fall = margin(net, x, y) - margin(net, x_adv, y)
-    dual = w.abs().sum() if norm == "linf" else w.norm()
-    torch.testing.assert_close(fall, (0.05 * dual).expand(20), rtol=1e-9, atol=0)
+    unit = w.sign() if norm == "linf" else w / w.norm()
+    expected = x - 0.05 * (2 * y - 1)[:, None] * unit
+    for random_start in (False, True):
+        attack = PGD(threat, 60, 0.05, objective=objective, random_start=random_start)
+        torch.testing.assert_close(
+            attack(Single(net), x, y, seeded(3)), expected, rtol=0, atol=1e-9
+        )
 
 
 def test_reaches_the_corner_of_box_and_ball():
     w = torch.randn(8, generator=seeded(1)).double()
     x = torch.rand((30, 8), generator=seeded(2)).double()
     y = torch.ones(30, dtype=torch.int64)
-    x_adv = PGD(Threat("linf", 0.3), 10, 0.1, random_start=False)(Single(Linear(w, 0.0)), x, y)
+    x_adv = PGD(Threat("linf", 0.3), 10, 0.1, random_start=False)(
+        Single(Hyperplane(w, w.sum() / 2)), x, y
+    )
     expected = (x - 0.3 * w.sign()).clamp(0, 1)
     assert ((expected == 0) | (expected == 1)).sum() > 20
     torch.testing.assert_close(x_adv, expected, rtol=0, atol=1e-12)
-
-
-def test_one_member_is_not_forgotten_for_another():
-    """The expected loss of w and -w: with unequal probabilities the more probable one loses."""
-    w = torch.randn(8, generator=seeded(1)).double()
-    x = torch.full((1, 8), 0.5).double()
-    pair = Ensemble([Linear(w, 1 - w.sum() / 2), Linear(-w, 1 + w.sum() / 2)], [0.9, 0.1])
-    y = torch.ones(1, dtype=torch.int64)
-    x_adv = PGD(LINF, 5, 0.05, random_start=False)(pair, x, y)
-    torch.testing.assert_close(x_adv, x - 0.1 * w.sign(), rtol=0, atol=1e-12)
 
 
 # reference loops
@@ -143,96 +91,36 @@ def direction(threat, g):
     return g / g.flatten(1).norm(dim=1).view(-1, 1, 1, 1)
 
 
-def test_fgsm():
-    defense, (x, y) = ensemble(), batch()
-    expected = (x + 0.1 * gradient(defense, x, y).sign()).clamp(0, 1)
-    x_adv = PGD(LINF, 1, 0.1, random_start=False)(defense, x, y)
-    torch.testing.assert_close(x_adv, expected, rtol=0, atol=1e-6)
+WAYS = {  # steps, whether from a random start, and the dampings
+    "fgsm": (1, False, (0.0,)),
+    "bim": (8, False, (0.0,)),
+    "pgd": (8, True, (0.0,)),
+    "momentum": (12, False, (0.9,)),  # RT paper, Algorithm 1 with one velocity
+    "aggmo": (12, False, (0.0, 0.9, 0.99)),  # the mean of the velocities' directions
+}
 
 
 @both_norms
-def test_bim(threat):
-    defense, (x, y) = ensemble(), batch()
-    step, x_adv = STEPS[threat.norm], x
-    for _ in range(8):
-        x_adv = back_into(threat, x_adv + step * direction(threat, gradient(defense, x_adv, y)), x)
-    ours = PGD(threat, 8, step, random_start=False)(defense, x, y)
-    torch.testing.assert_close(ours, x_adv, rtol=0, atol=1e-6)
-
-
-@both_norms
-def test_pgd_starts_where_the_threat_starts(threat):
-    defense, (x, y) = ensemble(), batch()
-    step, x_adv = STEPS[threat.norm], threat.start(x, seeded(5))
-    for _ in range(8):
-        x_adv = back_into(threat, x_adv + step * direction(threat, gradient(defense, x_adv, y)), x)
-    ours = PGD(threat, 8, step)(defense, x, y, seeded(5))
-    torch.testing.assert_close(ours, x_adv, rtol=0, atol=1e-6)
-
-
-@both_norms
-def test_momentum_of_normalised_gradients(threat):
-    """RT paper, Algorithm 1 with one velocity."""
-    defense, (x, y) = ensemble(), batch()
-    step, x_adv, velocity = STEPS[threat.norm], x, torch.zeros_like(x)
-    for _ in range(12):
-        velocity = 0.9 * velocity + direction(threat, gradient(defense, x_adv, y))
-        x_adv = back_into(threat, x_adv + step * direction(threat, velocity), x)
-    ours = PGD(threat, 12, step, random_start=False, momentum=(0.9,))(defense, x, y)
-    torch.testing.assert_close(ours, x_adv, rtol=0, atol=1e-6)
-    plain = PGD(threat, 12, step, random_start=False)(defense, x, y)
-    assert not torch.allclose(plain, ours)
-
-
-@both_norms
-def test_aggmo(threat, momentum=(0.0, 0.9, 0.99)):
-    """The mean of several velocities' directions, never longer than a step."""
-    defense, (x, y) = ensemble(), batch()
-    step, x_adv = STEPS[threat.norm], x
+@pytest.mark.parametrize(("steps", "random_start", "momentum"), WAYS.values(), ids=WAYS)
+def test_the_way_by_hand(threat, steps, random_start, momentum):
+    defense, (x, y) = ensemble(), noise_images()
+    step, x_adv = STEPS[threat.norm], threat.start(x, seeded(5)) if random_start else x
     velocities = [torch.zeros_like(x) for _ in momentum]
-    for _ in range(12):
+    for _ in range(steps):
         g = direction(threat, gradient(defense, x_adv, y))
         velocities = [d * v + g for d, v in zip(momentum, velocities, strict=True)]
         move = sum(direction(threat, v) for v in velocities) / len(momentum)
         x_adv = back_into(threat, x_adv + step * move, x)
-    ours = PGD(threat, 12, step, random_start=False, momentum=momentum)(defense, x, y)
-    torch.testing.assert_close(ours, x_adv, rtol=0, atol=1e-6)
-
-
-def test_damping_zero_is_no_momentum():
-    defense, (x, y) = ensemble(), batch()
-    plain = PGD(LINF, 5, 0.03, random_start=False)
-    for momentum in [(0,), (0.0, 0.0), [0.0]]:
-        other = replace(plain, momentum=momentum)
-        torch.testing.assert_close(other(defense, x, y), plain(defense, x, y), rtol=0, atol=1e-15)
+    attack = PGD(threat, steps, step, random_start=random_start, momentum=momentum)
+    torch.testing.assert_close(attack(defense, x, y, seeded(5)), x_adv, rtol=0, atol=1e-6)
 
 
 def test_zero_gradient_stays():
-    flat = Single(Linear(torch.zeros(12).double(), torch.ones(()).double()))
-    x, y = batch()
+    flat = Single(Constant(0.0, 1.0))
+    x, y = noise_images()
     for threat in (LINF, L2):
         x_adv = PGD(threat, 3, 0.05, random_start=False)(flat, x, y % 2)
         assert torch.equal(x_adv, x)
-
-
-@both_norms
-def test_confident_net_in_single_precision(threat):
-    """At margins of 60, where the usual cross-entropy has no gradient, PGD moves all the same."""
-    w = 60 * torch.tensor([1.0, -2.0, 0.5, 1.0])
-
-    class OneSided(nn.Module):
-        def forward(self, x):
-            f = x.flatten(1) @ w - w.sum() / 2 + 60
-            return torch.stack([torch.zeros_like(f), f], 1)
-
-    net = OneSided()
-    x, y = torch.full((3, 4), 0.5), torch.ones(3, dtype=torch.int64)
-    x.requires_grad_()
-    (usual,) = torch.autograd.grad(F.cross_entropy(net(x), y), x)
-    assert (usual == 0).all()
-    x_adv = PGD(threat, 10, 0.05, random_start=False)(Single(net), x.detach(), y)
-    unit = w.sign() if threat.norm == "linf" else w / w.norm()
-    torch.testing.assert_close(x_adv, x.detach() - threat.eps * unit, rtol=0, atol=1e-6)
 
 
 # which of the iterates is returned
@@ -243,10 +131,13 @@ def values_of(objective, defense, x, y):
         return objective(defense.logits(x), defense.weights, y)
 
 
-@pytest.mark.parametrize(("threat", "objective"), [(LINF, expected_ce), (L2, linear)])
-def test_restarts_are_kept_by_the_objective(threat, objective):
-    defense, (x, y) = ensemble(gain=8.0), batch(40)
-    once = PGD(threat, 2, STEPS[threat.norm], objective=objective)
+@pytest.mark.parametrize(
+    ("threat", "objective", "keep_best"),
+    [(LINF, expected_ce, False), (L2, linear, False), (LINF, expected_ce, True)],
+)
+def test_restarts_are_kept_by_the_objective(threat, objective, keep_best):
+    defense, (x, y) = ensemble(gain=8.0), noise_images(40)
+    once = PGD(threat, 2, STEPS[threat.norm], objective=objective, keep_best=keep_best)
     generator = seeded(6)
     runs = torch.stack([once(defense, x, y, generator) for _ in range(4)])
     values = torch.stack([values_of(objective, defense, run, y) for run in runs])
@@ -271,7 +162,7 @@ def steep(threat):
     ],
 )
 def test_keeps_the_best_iterate(threat, random_start, objective):
-    defense, (x, y) = ensemble(gain=10.0), batch(60)
+    defense, (x, y) = ensemble(gain=10.0), noise_images(60)
     last = replace(steep(threat), random_start=random_start, objective=objective)
     start = threat.start(x, seeded(7)) if random_start else x
     path = [x, start]
@@ -286,17 +177,6 @@ def test_keeps_the_best_iterate(threat, random_start, objective):
     assert (value > values[-1] + 1e-6).sum() > 5
     expected = torch.stack(path)[values.argmax(0), torch.arange(60)]
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
-
-
-@both_norms
-def test_best_iterate_of_all_restarts(threat):
-    defense, (x, y) = ensemble(gain=10.0), batch(60)
-    once = replace(steep(threat), keep_best=True)
-    generator = seeded(8)
-    runs = torch.stack([once(defense, x, y, generator) for _ in range(3)])
-    values = torch.stack([values_of(expected_ce, defense, run, y) for run in runs])
-    ours = replace(once, restarts=3)(defense, x, y, seeded(8))
-    assert torch.equal(values_of(expected_ce, defense, ours, y), values.amax(0))
 
 
 def test_best_iterate_is_the_image_where_nothing_helps():
@@ -315,36 +195,12 @@ def test_best_iterate_is_the_image_where_nothing_helps():
         assert not torch.allclose(away(Single(Hill()), x, y, seeded()), x)
 
 
-@both_norms
-def test_more_steps_climb_higher(threat):
-    defense, (x, y) = ensemble(), batch(30)
-    means = [
-        values_of(expected_ce, defense, PGD(threat, k, threat.eps / 8)(defense, x, y, seeded()), y)
-        .mean()
-        .item()
-        for k in (1, 4, 16)
-    ]
-    assert means[0] < means[1] < means[2]
-
-
 # random defenses
-
-
-class Jitter(Defense):
-    """Two noisy looks."""
-
-    def __init__(self, inner):
-        super().__init__(torch.tensor([0.75, 0.25]), mean_probs)
-        self.inner = inner
-
-    def logits(self, x, generator=None):
-        looks = [x + 0.5 * normal(x, *x.shape[1:], generator=generator) for _ in range(2)]
-        return torch.stack([self.inner(look) for look in looks])
 
 
 def test_draws_are_averaged_and_fresh():
     """EoT by hand: the gradient of the weighted mean loss over all looks, new ones each step."""
-    net, (x, y) = mlp(1, gain=3.0), batch()
+    net, (x, y) = mlp(1, gain=3.0), noise_images()
     generator, x_adv = seeded(9), x
     for _ in range(3):
         leaf = x_adv.clone().requires_grad_()
@@ -356,57 +212,11 @@ def test_draws_are_averaged_and_fresh():
         (g,) = torch.autograd.grad(total, leaf)
         x_adv = back_into(L2, x_adv + 0.1 * direction(L2, g), x)
     attack = PGD(L2, 3, 0.1, draws=4, random_start=False)
-    ours = attack(Jitter(net), x, y, seeded(9))
+    ours = attack(Noisy(net, 0.5, (0.75, 0.25)), x, y, seeded(9))
     torch.testing.assert_close(ours, x_adv, rtol=0, atol=1e-6)
 
 
-def test_objective_sees_all_draws_with_weights_that_sum_to_one():
-    seen = []
-
-    def spy(logits, weights, y):
-        seen.append((logits.shape, weights))
-        return expected_ce(logits, weights, y)
-
-    x, y = batch(4)
-    PGD(LINF, 2, 0.1, objective=spy, draws=3)(Jitter(mlp(1)), x, y, seeded())
-    assert [shape for shape, _ in seen] == [(6, 4, 3)] * 2
-    expected = torch.tensor([0.75, 0.25] * 3) / 3
-    for _, weights in seen:
-        torch.testing.assert_close(weights, expected)
-
-
-def test_more_draws_mean_a_better_gradient():
-    net, (x, y) = mlp(1, gain=4.0), batch(40)
-    defense = Jitter(net)
-
-    def mean_loss(draws):
-        x_adv = PGD(L2, 6, 0.1, draws=draws, random_start=False)(defense, x, y, seeded(1))
-        logits = torch.cat([defense.logits(x_adv, seeded(s)) for s in range(60)])
-        weights = defense.weights.repeat(60) / 60
-        return expected_ce(logits, weights, y).mean().item()
-
-    assert mean_loss(20) > mean_loss(1)
-
-
 # a backward context
-
-
-def test_backward_context_is_entered_with_the_defense():
-    log = []
-
-    @contextmanager
-    def context(defense):
-        log.append(("in", original(defense)))
-        try:
-            yield
-        finally:
-            log.append(("out", original(defense)))
-
-    defense, (x, y) = ensemble(), batch(3)
-    attack = PGD(LINF, 2, 0.1, restarts=2, backward=context)
-    x_adv = attack(defense, x, y, seeded())
-    assert log == [("in", defense), ("out", defense)]
-    assert torch.equal(x_adv, replace(attack, backward=None)(defense, x, y, seeded()))
 
 
 # fooled images leave
@@ -419,7 +229,7 @@ def attacked(attack, defense, x, y):
 
 
 def test_dropped_images_are_fooled_and_the_others_unchanged():
-    x, defense = batch(64)[0], Single(mlp(1, gain=3.0))
+    x, defense = noise_images(64)[0], Single(mlp(1, gain=3.0))
     y = defense(x).argmax(1)
     attack = PGD(LINF, 8, 0.03)
     plain, right = attacked(attack, defense, x, y)
@@ -441,7 +251,7 @@ def test_dropped_images_are_fooled_and_the_others_unchanged():
 )
 def test_dropping_raises_no_expected_accuracy(options, objective, threat):
     """A fooled image stays fooled; further steps might make its prediction correct again."""
-    x, defense = batch(64)[0], ensemble()
+    x, defense = noise_images(64)[0], ensemble()
     y = defense(x).argmax(1)
     attack = PGD(threat, 6, STEPS[threat.norm], objective=objective, **options)
     _, plain = attacked(attack, defense, x, y)
@@ -453,42 +263,21 @@ def test_dropping_raises_no_expected_accuracy(options, objective, threat):
 def test_dropping_needs_certain_predictions():
     defense = RandomTransforms(mlp(1), [GaussianNoise()], 1, 2)
     with pytest.raises(TypeError, match="no proof"):
-        PGD(LINF, 2, 0.03, early_stop=True)(defense, *batch(3))
-
-
-class Saying(nn.Module):
-    """The same logits for every image, and a gradient."""
-
-    def __init__(self, *logits):
-        super().__init__()
-        self.logits = torch.tensor(logits, dtype=torch.float64)
-
-    def forward(self, x):
-        return self.logits + 0 * x.flatten(1).sum(1, keepdim=True)
-
-
-def counted(forward, calls):
-    def counting(net, x):
-        calls.append(len(x))
-        return forward(net, x)
-
-    return counting
+        PGD(LINF, 2, 0.03, early_stop=True)(defense, *noise_images(3))
 
 
 def test_the_rule_of_a_mixture_decides_which_images_are_fooled():
     """Each part is wrong, towards another class; their mean is right."""
-    parts = [Single(Saying(2.9, 3.0, -9.0)), Single(Saying(2.9, -9.0, 3.0))]
-    defense = Mixture(parts, rule=mean_probs)
-    x, y = batch(6)[0], torch.zeros(6, dtype=torch.int64)
+    first = Recording(Constant(2.9, 3.0, -9.0))
+    defense = Mixture([Single(first), Single(Constant(2.9, -9.0, 3.0))], rule=mean_probs)
+    x, y = noise_images(6)[0], torch.zeros(6, dtype=torch.int64)
     assert (defense(x).argmax(1) == 0).all()
     attack = PGD(LINF, 3, 0.03, early_stop=True, random_start=False)
-    with pytest.MonkeyPatch.context() as patched:
-        steps = []
-        patched.setattr(Saying, "forward", counted(Saying.forward, steps))
-        attack(defense, x, y)
-    assert len(steps) == 2 * 3  # no image has left
+    first.seen.clear()
+    attack(defense, x, y)
+    assert len(first.seen) == 3  # no image has left
     net = mlp(1, gain=3.0)
-    mixed = Mixture([Single(net), Single(Saying(0.0, 0.0, 0.0))], rule=mean_probs)
+    mixed = Mixture([Single(net), Single(Constant(0.0, 0.0, 0.0))], rule=mean_probs)
     y = mixed(x).argmax(1)
     exact = mixed(replace(attack, early_stop=False)(mixed, x, y)).gather(1, y[:, None])
     assert torch.equal(mixed(attack(mixed, x, y)).gather(1, y[:, None]), exact)
@@ -497,7 +286,7 @@ def test_the_rule_of_a_mixture_decides_which_images_are_fooled():
 def test_dropping_from_a_mixture_needs_to_see_who_answers():
     defense = Mixture([ensemble(), ensemble()])
     with pytest.raises(TypeError, match="which part of a mixture predicts"):
-        PGD(LINF, 1, 0.1, objective=linear, early_stop=True)(defense, *batch(3))
+        PGD(LINF, 1, 0.1, objective=linear, early_stop=True)(defense, *noise_images(3))
 
 
 def test_targets_are_not_dropped():
@@ -508,7 +297,7 @@ def test_targets_are_not_dropped():
 
 
 def test_images_that_are_wrong_already_stay():
-    x, net = batch(5)[0], mlp(1)
+    x, net = noise_images(5)[0], mlp(1)
     wrong = (net(x).argmax(1) + 1) % 4
     attack = PGD(LINF, 5, 0.03, random_start=False, early_stop=True)
     assert torch.equal(attack(Single(net), x, wrong), x)
@@ -540,7 +329,7 @@ class FrameRecorder(nn.Module):
 
 
 def test_frames_between_an_attack_and_the_network():
-    net, (x, y) = FrameRecorder(), batch(4)
+    net, (x, y) = FrameRecorder(), noise_images(4)
     PGD(LINF, 2, 0.03)(Ensemble([net]), x.float(), y)
     assert net.stacks == [ATTACKED] * 2
 
@@ -550,7 +339,7 @@ def test_frames_between_a_training_step_and_the_network():
     first = nets[0]
     module = BAT(lambda: nets.pop(0), PGD(LINF, 2, 0.03), members=2, epochs=1)
     module.log = lambda *args, **options: None
-    module.stage, (x, y) = 1, batch(4)
+    module.stage, (x, y) = 1, noise_images(4)
     module.training_step((x.float(), y, torch.arange(4)), 0)
     # a method overrides train_on where its loader gives something else than (x, y, index)
     assert first.stacks == [["training_step", "train_on", "loss", *ATTACKED]] * 2

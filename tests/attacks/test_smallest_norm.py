@@ -1,16 +1,17 @@
 """The attacks that search the smallest perturbation: what holds for each of them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from lightning_rob.attacks import APGD, DDN, PDGD, PGD, MinimalNorm
-from lightning_rob.defenses import RandomTransforms, Single
+from lightning_rob.attacks import APGD, ARC, DDN, PDGD, PGD, MinimalNorm
+from lightning_rob.attacks.pdgd import shrink_largest
+from lightning_rob.defenses import Ensemble, RandomTransforms, Single
 from lightning_rob.objectives import expected_margin
-from lightning_rob.threat import Threat
+from lightning_rob.threat import Threat, ThreatPerImage
 from lightning_rob.transforms import GaussianNoise
-from tests.attacks.common import images, seeded, streams, trained_net
-from tests.attacks.test_apgd import Recording
-from tests.attacks.test_fab import Hyperplane
+from tests.attacks.common import Recording, images, plane, right, seeded, streams, trained_net
 
 LINF, L2, FREE = Threat("linf", 0.4), Threat("l2", 1.0), Threat("l2", 100)
 INSIDE = {
@@ -31,12 +32,63 @@ PLANES = {  # name -> attack, gain of the logits, and the excess in share and in
 }
 
 
-def plane(norm, gain=1.0):
-    """A hyperplane, images on both sides of it, their labels and distances (of the dual norm)."""
-    net = Hyperplane(gain * torch.randn(12, generator=seeded(1), dtype=torch.float64)).double()
-    x = 0.3 + 0.4 * torch.rand((40, 3, 2, 2), generator=seeded(2), dtype=torch.float64)
-    y, f = net(x).argmax(1), net(x)[:, 1].detach().abs()
-    return net, x, y, f / torch.linalg.vector_norm(net.w.detach(), 1 if norm == "linf" else 2)
+WALKS = {  # adv-lib has the authors' code in torch
+    "ddn": (DDN(FREE, 60), lambda lib, *given: lib.ddn(*given, steps=60, levels=None)),
+    "pdgd-l2": (PDGD(FREE, 60), lambda lib, *given: lib.pdgd(*given, num_steps=60)),
+    "pdgd": (
+        PDGD(Threat("linf", 1), 60),
+        lambda lib, *given: lib.pdpgd(*given, norm=float("inf"), num_steps=60),
+    ),
+}
+
+
+@pytest.mark.parametrize(("attack", "authors"), WALKS.values(), ids=WALKS)
+def test_iterates_are_those_of_adv_lib(attack, authors, double):
+    lib = pytest.importorskip("adv_lib.attacks")
+    x, y = images(6, seed=1)
+    x, ours, theirs = x.double(), *(Recording(trained_net(1).double().eval()) for _ in "ab")
+    x_adv = attack(Single(ours), x, y)
+    expected = authors(lib, theirs, x, y)
+    for image, other in zip(ours.seen[1:61], theirs.seen, strict=True):  # ours checks the start
+        torch.testing.assert_close(image, other, rtol=0, atol=1e-6)
+    assert (ours.net(x_adv).argmax(1) != y).all()
+    share = attack.threat.size(x_adv - x) / attack.threat.size(expected - x)
+    assert (share < 1 + 1e-6).all()
+    assert share.min() < 0.999  # ours projects at the end
+
+
+def test_proximal_operator_by_its_conditions():
+    """delta - z is a subgradient: of 1-norm `weight`, on the largest entries; or all are zero."""
+    delta = torch.randn((50, 3, 4), generator=seeded(), dtype=torch.float64)
+    weight = 12 * torch.rand(50, generator=seeded(1), dtype=torch.float64)
+    z = shrink_largest(delta, weight)
+    zero = delta.abs().sum((1, 2)) <= weight
+    assert 3 < zero.sum() < 47
+    assert torch.equal(zero, (z == 0).all(2).all(1))
+    moved, level = (delta - z)[~zero], z[~zero].abs().amax((1, 2))
+    torch.testing.assert_close(moved.abs().sum((1, 2)), weight[~zero])
+    assert (z[~zero].abs()[moved != 0] > 0).all()
+    reached = (z[~zero].abs() - level[:, None, None]).abs() < 1e-12
+    assert (reached | (moved == 0)).all()
+
+
+def test_steps_scale_with_the_bounds():
+    near, far = (trained_net(1).double() for _ in "ab")
+    far.conv.weight.data /= 255
+    x, y = images(6, seed=1)
+    x = x.double()
+    expected = DDN(FREE, 40)(Single(near), x, y)
+    wide = Threat("l2", 255 * FREE.eps, (0.0, 255.0))
+    x_adv = DDN(wide, 40, first_norm=255.0)(Single(far), 255 * x, y)
+    torch.testing.assert_close(x_adv / 255, expected, rtol=0, atol=1e-9)
+
+
+def test_a_zero_gradient_leaves_finite_images():
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 4))
+    torch.nn.init.zeros_(net[1].weight)
+    x, _ = images(6)
+    y = net(x).argmax(1)
+    assert torch.equal(DDN(FREE, 3)(Single(net), x, y), x)
 
 
 @pytest.mark.parametrize(("attack", "gain", "share", "length"), PLANES.values(), ids=PLANES)
@@ -68,3 +120,75 @@ def test_random_defense_is_refused(attack):
     message = f"{type(attack).__name__} is for fixed classifiers, not for RandomTransforms"
     with pytest.raises(TypeError, match=message):
         attack(defense, *images(2), seeded())
+
+
+# the search of a radius at which the attack inside succeeds
+
+
+@pytest.mark.parametrize("attack", INSIDE.values(), ids=INSIDE.keys())
+def test_radii_of_an_image_are_those_it_has_alone(attack):
+    """Also where images leave the attack inside, and an image has other neighbours."""
+    defense, (x, y) = Single(trained_net(1).double()), images(12, seed=4)
+    x = x.double()
+    attack = MinimalNorm(replace(attack, steps=4), 5)
+    whole = attack(defense, x, y, streams(x))
+    for i in range(len(x)):
+        rows = torch.tensor([i])
+        alone = attack(defense, x[rows], y[rows], streams(x)[rows])
+        torch.testing.assert_close(alone, whole[rows], rtol=0, atol=1e-9)
+    assert len((attack.threat.size(whole - x) * 1e6).round().unique()) > 3
+
+
+@pytest.mark.parametrize("attack", INSIDE.values(), ids=INSIDE.keys())
+def test_within_eps_it_is_the_attack_inside(attack):
+    """One radius: the images of the attack itself, from the noise of that radius."""
+    attack = replace(attack, steps=4).rescaled(0.13 if attack.threat.norm == "linf" else 0.65)
+    defense, (x, y) = Single(trained_net(1).double()), images(40, seed=5)
+    x = x.double()
+    correct = right(defense, x, y) > 0
+    noise = streams(x).fold_in(0)[correct].fold_in(1)
+    expected = attack(defense, x[correct], y[correct], noise)
+    x_adv = MinimalNorm(attack, 1)(defense, x, y, streams(x))
+    torch.testing.assert_close(x_adv[correct], expected, rtol=0, atol=1e-9)
+    assert torch.equal(x_adv[~correct], x[~correct])
+    standing = right(defense, expected, y[correct]) > 0
+    assert 0 < standing.sum() < len(standing)
+    further = MinimalNorm(attack, 6)(defense, x, y, streams(x))
+    assert torch.equal(right(defense, further, y), right(defense, x_adv, y))
+    torch.testing.assert_close(further[correct][standing], expected[standing])
+    smaller, before = (attack.threat.size(z - x)[correct][~standing] for z in (further, x_adv))
+    assert (smaller <= before).all()
+    assert smaller.sum() < 0.95 * before.sum()
+
+
+def test_ensemble_is_fooled_when_no_member_is_right():
+    defense, (x, y) = Ensemble([trained_net(1), trained_net(2)], [0.6, 0.4]), images(20, seed=6)
+    x_adv = MinimalNorm(PGD(LINF, 10, 0.1), 6)(defense, x, y, streams(x))
+    assert (right(defense, x_adv, y) == 0).all()
+    single = MinimalNorm(PGD(LINF, 10, 0.1), 6)(Single(defense.members[0]), x, y, streams(x))
+    assert LINF.size(x_adv - x).mean() > LINF.size(single - x).mean()
+
+
+def test_images_that_stand_at_eps_leave():
+    net, (x, y) = Recording(trained_net(1).eval()), images(30, seed=7)
+    MinimalNorm(PGD(Threat("linf", 0.08), 3, 0.03), 4)(Single(net), x, y, streams(x))
+    first, *others = (len(seen) for seen in net.seen)
+    assert first == 30
+    assert len(set(others[:4])) == 1
+    assert len(set(others[4:])) == 1
+    assert 0 < others[-1] < others[0] < 31
+    assert len(others) == 4 * (3 + 1)
+
+
+def test_radii_of_other_images_are_an_error():
+    threat = ThreatPerImage("linf", 0.5, radii=torch.tensor([0.5, 1.0]))
+    x, far = torch.full((2, 1, 2, 2), 0.5), torch.ones(2, 1, 2, 2)
+    assert threat.size(threat.project(far, x) - x).tolist() == [0.25, 0.5]
+    assert threat.of(torch.tensor([1])).unit(x[:1]).tolist() == [1.0]
+    with pytest.raises(ValueError, match="2 radii for 1 images: take `of` these rows"):
+        threat.project(far[:1], x[:1])
+
+
+def test_what_has_no_radius():
+    with pytest.raises(TypeError, match="searches the radius of PGD or APGD, not of ARC"):
+        MinimalNorm(ARC(LINF, 3, 0.1))

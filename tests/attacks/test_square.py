@@ -129,21 +129,3 @@ def test_no_gradient_is_needed(threat):
         pgd = right(defense, PGD(threat, 10, threat.eps, random_start=False)(defense, x, y), y)
     square = right(defense, Square(threat, 300)(defense, x, y, seeded()), y)
     assert square.mean() < pgd.mean() - 0.05
-
-
-WRONG = {
-    "queries": (lambda: Square(LINF, 0), "queries must be at least 1, got 0"),
-    "draws": (lambda: Square(LINF, draws=0), "draws must be at least 1, got 0"),
-    "p": (lambda: Square(LINF, p=1.5), r"p must be a share of the image in \(0, 1\], got 1.5"),
-    "norm": (lambda: Square(Threat(3)), "Square is for linf and l2, not for norm 3"),
-    "shape": (
-        lambda: Square(LINF)(Single(torch.nn.Linear(6, 4)), torch.rand(3, 6), torch.zeros(3).int()),
-        r"Square is for images \[B, C, H, W\], got shape \[3, 6\]",
-    ),
-}
-
-
-@pytest.mark.parametrize(("build", "message"), WRONG.values(), ids=WRONG.keys())
-def test_wrong_arguments(build, message):
-    with pytest.raises(ValueError, match=message):
-        build()

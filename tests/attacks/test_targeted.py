@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_rob.attacks import PGD, SGM, HighConfidence, Strongest, Targeted
-from lightning_rob.defenses import Defense, Ensemble, Mixture, Single
+from lightning_rob.attacks import PGD, SGM, HighConfidence, Targeted
+from lightning_rob.defenses import Ensemble, Mixture, Single
 from lightning_rob.objectives import (
     ce_of_mean_logits,
     ce_of_mean_probs,
@@ -19,30 +19,15 @@ from lightning_rob.objectives import (
     worst_ce,
     worst_margin,
 )
-from lightning_rob.randomness import Streams, normal
-from lightning_rob.rules import mean_probs
+from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
+from tests.attacks.common import Noisy, mlp, noise_images
 
 LINF = Threat("linf", 0.1)
 
 
-def mlp(seed, classes=5, gain=3.0):
-    torch.manual_seed(seed)
-    net = nn.Sequential(nn.Flatten(), nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, classes))
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.mul_(gain)
-    return net.double()
-
-
-def batch(count=12, classes=5):
-    generator = torch.Generator().manual_seed(0)
-    x = torch.rand((count, 3, 2, 2), generator=generator).double()
-    return x, torch.randint(classes, (count,), generator=generator)
-
-
 def ensemble():
-    return Ensemble([mlp(1), mlp(2)], [0.7, 0.3])
+    return Ensemble([mlp(1, 5, 3.0), mlp(2, 5, 3.0)], [0.7, 0.3])
 
 
 def runner_up(defense, x, y, rank):
@@ -64,7 +49,7 @@ def towards_linear(logits, target):
 @pytest.mark.parametrize("rank", [1, 2, 4])
 @pytest.mark.parametrize("objective", [linear, ce_of_mean_logits])
 def test_climbs_towards_a_runner_up(rank, objective):
-    defense, (x, y) = ensemble(), batch()
+    defense, (x, y) = ensemble(), noise_images(12, 5)
     target = runner_up(defense, x, y, rank)
     assert (target != y).all()
     x_adv = x
@@ -84,7 +69,7 @@ def test_climbs_towards_a_runner_up(rank, objective):
 
 @pytest.mark.parametrize("objective", [linear, expected_ce, confident])
 def test_several_ranks_keep_the_best_of_each_image(objective):
-    defense, (x, y) = ensemble(), batch(40)
+    defense, (x, y) = ensemble(), noise_images(40, 5)
     one = PGD(LINF, 5, 0.03, objective, random_start=False)
     runs = torch.stack([Targeted(one, rank)(defense, x, y) for rank in (1, 2, 3)])
     values = torch.stack([objective(defense.logits(run), defense.weights, y) for run in runs])
@@ -117,20 +102,9 @@ def test_probabilities_that_round_to_zero_still_have_an_order():
     torch.testing.assert_close(attack(Single(net), x, y), expected)
 
 
-class Noisy(Defense):
-    """A noisy look."""
-
-    def __init__(self, inner):
-        super().__init__(torch.ones(1), mean_probs)
-        self.inner = inner
-
-    def logits(self, x, generator=None):
-        return self.inner(x + 0.3 * normal(x, *x.shape[1:], generator=generator))[None]
-
-
 @pytest.mark.parametrize("rank", [2, (1, 3)])
 def test_random_defense_in_other_batches(rank):
-    defense, (x, y) = Noisy(mlp(1)), batch()
+    defense, (x, y) = Noisy(mlp(1, 5, 3.0)), noise_images(12, 5)
     attack = Targeted(PGD(LINF, 3, 0.03, linear, draws=4, restarts=2), rank)
     whole = attack(defense, x, y, Streams.from_index(torch.arange(12), 0))
     parts = [
@@ -142,7 +116,7 @@ def test_random_defense_in_other_batches(rank):
 
 def test_the_more_draws_the_surer_the_target():
     """With as many draws as the attack's: more of the targets are those of very many draws."""
-    defense, (x, y) = Noisy(mlp(1)), batch(60)
+    defense, (x, y) = Noisy(mlp(1, 5, 3.0)), noise_images(60, 5)
 
     def targets(draws, seed):
         attack = Targeted(PGD(LINF, 1, 0.1, linear, draws=draws))
@@ -153,20 +127,9 @@ def test_the_more_draws_the_surer_the_target():
     assert hits[1] > hits[0]
 
 
-def test_is_one_of_several():
-    defense, (x, y) = ensemble(), batch(40)
-    plain = PGD(LINF, 5, 0.03, linear, random_start=False)
-    both = Strongest((plain, Targeted(plain, (1, 2))))(defense, x, y)
-    right = [
-        defense(z).gather(1, y[:, None]).mean().item() for z in (both, plain(defense, x, y), x)
-    ]
-    assert right[0] <= right[1] <= right[2]
-    assert right[0] < right[2]
-
-
 @pytest.mark.parametrize("rank", [5, (1, 5), 100])
 def test_rank_beyond_the_wrong_classes(rank):
-    x, y = batch()
+    x, y = noise_images(12, 5)
     with pytest.raises(ValueError, match="rank must be 1 … 4 of 5 classes, got"):
         Targeted(PGD(LINF, 1, 0.1), rank)(ensemble(), x, y)
 
@@ -190,8 +153,8 @@ KEEPS_BEST = PGD(LINF, 6, 0.03, random_start=False, keep_best=True)
 
 @pytest.mark.parametrize("least", [False, True])
 def test_high_confidence_keeps_the_most_confident_of_its_runs(least):
-    x, y = batch()
-    nets = [mlp(0), mlp(1)]
+    x, y = noise_images(12, 5)
+    nets = [mlp(0, 5, 3.0), mlp(1, 5, 3.0)]
     space = Mixture([Single(model) for model in nets])
     climb = replace(KEEPS_BEST, objective=worst_ce if least else expected_ce)
 

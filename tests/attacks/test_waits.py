@@ -7,17 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_rob.attacks import (
-    APGD,
-    ARC,
-    CW,
-    DDN,
-    FAB,
-    PDGD,
-    PGD,
-    AggMo,
-    Square,
-)
+from lightning_rob.attacks import APGD, ARC, CW, DDN, FAB, PDGD, PGD, AggMo, Square
 from lightning_rob.defenses import Ensemble, Mixture, RandomTransforms, Single
 from lightning_rob.objectives import worst_ce
 from lightning_rob.randomness import Streams
@@ -102,13 +92,7 @@ def test_steps_wait_for_the_device_as_often_as_listed(name):
 
 
 class Switch(nn.Module):
-    """A network at whose calls number `first` and `last` waiting becomes and ceases to be an error.
-
-    Args:
-        inner: the network.
-        first: the number of a call.
-        last: the number of a later one.
-    """
+    """A network from whose call `first` to its call `last` waiting is an error."""
 
     def __init__(self, inner, first, last):
         super().__init__()

@@ -110,15 +110,16 @@ def evaluated(callback, module=None, loaders=None):
     return trainer(callback).test(module or Classifier(), loaders, verbose=False)
 
 
-def expected():
-    net = Single(Classifier().net)
-    return evaluate(net, ATTACKS, DataLoader(DATA, 40), progress=False)
+def expected(net=None, data=DATA, **options):
+    net = Single(net or Classifier().net)
+    return evaluate(net, ATTACKS, DataLoader(data, 40), progress=False, **options)
 
 
 def test_a_module_that_knows_nothing_of_defenses():
-    callback = RobustEval(ATTACKS)
+    """Also in groups that are no batches of the loader."""
+    callback = RobustEval(ATTACKS, group_size=16)
     (logged,) = evaluated(callback)
-    found = expected()
+    found = expected(group_size=16)
     assert torch.equal(callback.result.scores, found.scores)
     for name in ("clean", "weak", "pgd", "worst"):
         assert logged[f"test/robust/{name}"] == pytest.approx(found.accuracy(name))
@@ -309,11 +310,8 @@ def test_averaged_weights_are_evaluated_wherever_the_callback_stands():
     callback, averaging = RobustEval(ATTACKS), EMAWeightAveraging(decay=0.5)
     run = trainer(averaging, callback, max_epochs=2)
     run.fit(Classifier(), DataLoader(DATA, 10), DataLoader(DATA, 10))
-    found = evaluate(
-        Single(run.lightning_module.net), ATTACKS, DataLoader(DATA, 40), progress=False
-    )
     # At the end of the fit the module has the averaged weights.
-    assert torch.equal(callback.result.scores, found.scores)
+    assert torch.equal(callback.result.scores, expected(run.lightning_module.net).scores)
 
 
 def test_hooks_of_the_data_are_called_before_the_batch_is_unpacked():
@@ -324,8 +322,7 @@ def test_hooks_of_the_data_are_called_before_the_batch_is_unpacked():
     callback = RobustEval(ATTACKS, unpack=unnormalized)
     evaluated(callback, Greyed(), DataLoader(Dictionaries(), 7))
     x, y = DATA[:]
-    greyed = TensorDataset(x.clamp(0.25, 0.75), y)
-    found = evaluate(Single(Classifier().net), ATTACKS, DataLoader(greyed, 40), progress=False)
+    found = expected(data=TensorDataset(x.clamp(0.25, 0.75), y))
     assert torch.allclose(callback.result.scores, found.scores)
 
 

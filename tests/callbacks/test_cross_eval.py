@@ -6,7 +6,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_rob.attacks import ARC, PGD
-from lightning_rob.callbacks import RobustEval, TransferMatrixEval
+from lightning_rob.callbacks import RobustEval, TransferMatrixEval, VotingRuleEval
 from lightning_rob.defenses import Ensemble, Single, TransformEnsemble, first_member
 from lightning_rob.modules import AdversarialTraining
 from lightning_rob.threat import Threat
@@ -128,11 +128,18 @@ def transfers(folder):
     return list(map(checked, lines))
 
 
-def test_run_leaves_records_pictures_and_curves_of_the_members_begun(tmp_path):
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory):
+    """The folder of a fit of two members, studied in every other epoch."""
+    folder = tmp_path_factory.mktemp("fitted")
     callbacks = [cross_eval({"pgd": pgd(), "arc": arc()}, every_n_epochs=2, max_images=12)]
     plain = {"model__init_args__monitor": None, "trainer__callbacks+": callbacks}
-    run("fit", "--config", recipe(tmp_path, **plain))
-    found = transfers(tmp_path)
+    run("fit", "--config", recipe(folder, **plain))
+    return folder
+
+
+def test_run_leaves_records_pictures_and_curves_of_the_members_begun(fitted):
+    found = transfers(fitted)
     assert [(r["name"], r["epoch"], len(r["matrix"])) for r in found] == [
         ("pgd", 1, 1),
         ("arc", 1, 1),
@@ -145,20 +152,17 @@ def test_run_leaves_records_pictures_and_curves_of_the_members_begun(tmp_path):
     assert found[0]["attack"]["init_args"]["threat"]["init_args"]["norm"] == "linf"
     low, high = found[-1]["intervals"][1][0]
     assert low <= found[-1]["matrix"][1][0] <= high
-    events = EventAccumulator(str(tmp_path / "run/version_0"), {"images": 0, "scalars": 0}).Reload()
-    assert {"val/member_1/acc", "val/member_1/pgd", "val/member_2/arc"} <= set(
-        events.Tags()["scalars"]
-    )
+    events = EventAccumulator(str(fitted / "run/version_0"), {"images": 0, "scalars": 0}).Reload()
+    logged = {"val/member_1/acc", "val/member_1/pgd", "val/member_2/arc"}
+    assert logged <= set(events.Tags()["scalars"])
     assert len(events.Images("val/transfer/arc")) == 2
     for name in ("pgd", "arc"):
-        with Image.open(tmp_path / f"run/version_0/transfer_{name}.png") as picture:
+        with Image.open(fitted / f"run/version_0/transfer_{name}.png") as picture:
             assert min(picture.size) > 200
 
 
-def test_two_processes_give_the_same_matrices_and_the_same_gallery(tmp_path):
-    plain = {"model__init_args__monitor": None, "trainer__callbacks+": []}
-    run("fit", "--config", recipe(tmp_path, **plain))
-    checkpoint = tmp_path / "run/version_0/checkpoints/epoch=3-step=16.ckpt"
+def test_two_processes_give_the_same_matrices_and_the_same_gallery(fitted, tmp_path):
+    checkpoint = fitted / "run/version_0/checkpoints/epoch=3-step=16.ckpt"
     weak, strong = pgd(steps=1, random_start=True), pgd(steps=10, random_start=False)
     gallery = {"weak": weak, "strong": strong, "count": 5}
     callbacks = [
@@ -170,12 +174,8 @@ def test_two_processes_give_the_same_matrices_and_the_same_gallery(tmp_path):
     for name, args in (("one", ["--data.eval_batch_size=101"]), ("two", TWO)):
         (tmp_path / name).mkdir()
         file = recipe(tmp_path / name, data=data, **{"trainer__callbacks+": callbacks})
-        given = ["test", "--config", file, "--ckpt_path", checkpoint, *args]
-        if name == "one":
-            run(*given)
-        else:
-            done = two_ranks(*given)
-            assert done.returncode == 0, done.stderr
+        start = run if name == "one" else two_ranks
+        start("test", "--config", file, "--ckpt_path", checkpoint, *args)
         folder = tmp_path / name / "run/version_0"
         matrices = [(r["name"], r["n"], r["matrix"]) for r in transfers(tmp_path / name)]
         counts = checked((folder / "gallery.jsonl").read_text())
@@ -188,29 +188,34 @@ def test_two_processes_give_the_same_matrices_and_the_same_gallery(tmp_path):
     assert found[0][1][2] > 0
 
 
-def test_what_is_there_twice_runs_once_and_equal_names_are_numbered(ensemble):
-    three = [
-        TransferMatrixEval({"a": PLAIN}),
-        TransferMatrixEval({"a": RANDOM}),
-        TransferMatrixEval({"a": PLAIN}),
-    ]
+@pytest.mark.parametrize("kind", [TransferMatrixEval, VotingRuleEval])
+def test_what_is_there_twice_runs_once_and_equal_names_are_numbered(kind, ensemble):
+    three = [kind({"a": attack}) for attack in (PLAIN, RANDOM, PLAIN)]
     logged, _ = study(ensemble, *three)
-    assert [list(cross.attacks) for cross in three] == [["a"], ["a_2"], []]
-    assert {"test/member_3/a", "test/member_3/a_2"} <= set(logged)
+    assert [list(callback.attacks) for callback in three] == [["a"], ["a_2"], []]
+    place = "test/member_3/{}" if kind is TransferMatrixEval else "test/votes/{}/RD"
+    assert {place.format(name) for name in ("a", "a_2")} <= set(logged)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("kind", "options", "message"),
     [
-        ({"attacks": {}}, "at least one attack"),
-        ({"attacks": {"acc": PLAIN}}, "no attack can be called 'acc'"),
-        ({"attacks": {"a": PLAIN}, "max_images": 0}, "max_images must be at least 1, got 0"),
-        ({"attacks": {"a": PLAIN}, "every_n_epochs": 0}, "every_n_epochs must be at least 1"),
+        (TransferMatrixEval, {"attacks": {}}, "at least one attack"),
+        (TransferMatrixEval, {"attacks": {"acc": PLAIN}}, "no attack can be called 'acc'"),
+        (TransferMatrixEval, {"max_images": 0}, "max_images must be at least 1, got 0"),
+        (TransferMatrixEval, {"every_n_epochs": 0}, "every_n_epochs must be at least 1"),
+        (RobustEval, {"attacks": {}}, "at least one attack"),
+        (RobustEval, {"attacks": {"worst": PLAIN}}, "no attack can be called 'worst'"),
+        (RobustEval, {"repeats": 0}, "repeats must be at least 1, got 0"),
+        (RobustEval, {"max_images": 0}, "max_images must be at least 1"),
+        (VotingRuleEval, {"attacks": {}}, "at least one attack"),
+        (VotingRuleEval, {"attacks": {"clean": PLAIN}}, "no attack can be called 'clean'"),
+        (VotingRuleEval, {"draws": 0}, "draws must be at least 1, got 0"),
     ],
 )
-def test_bad_arguments(options, message):
+def test_bad_arguments(kind, options, message):
     with pytest.raises(ValueError, match=message):
-        TransferMatrixEval(**options)
+        kind(**{"attacks": {"a": PLAIN}} | options)
 
 
 # the heat map

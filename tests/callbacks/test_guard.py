@@ -88,21 +88,20 @@ def written(folder):
 
 
 LATE = At(3, spoil, hook="on_train_batch_end")
-STOPS = [  # module, callback, batches of a step, message, last checkpoint
-    (Spoiled(2), None, 1, "the loss is not finite in epoch 0, batch 2: the optimizer", 2),
-    (Spoiled(2, float("inf")), None, 1, "the loss is not finite in epoch 0, batch 2", 2),
-    (Spoiled(2), None, 2, "the loss is not finite in epoch 0, batch 3", 1),
-    (None, At(7, grow), 1, r"gradient of .*first\.weight is not finite in epoch 1", 7),
-    (None, LATE, 1, r"first\.weight is not finite: no checkpoint is written", 3),
+STOPS = [  # module, callbacks, batches of a step, message, last checkpoint
+    (Spoiled(2), (), 1, "the loss is not finite in epoch 0, batch 2: the optimizer", 2),
+    (Spoiled(2, float("inf")), (), 1, "the loss is not finite in epoch 0, batch 2", 2),
+    (Spoiled(2), (), 2, "the loss is not finite in epoch 0, batch 3", 1),
+    (None, (At(7, grow),), 1, r"gradient of .*first\.weight is not finite in epoch 1", 7),
+    (None, (LATE,), 1, r"first\.weight is not finite: no checkpoint is written", 3),
 ]
 
 
-@pytest.mark.parametrize(("module", "callback", "batches", "message", "last"), STOPS)
+@pytest.mark.parametrize(("module", "callbacks", "batches", "message", "last"), STOPS)
 def test_values_that_are_not_finite_stop_the_run(
-    tmp_path, module, callback, batches, message, last
+    tmp_path, module, callbacks, batches, message, last
 ):
     """Before the step, so that no checkpoint has them."""
-    callbacks = [callback] if callback else []
     with pytest.raises(Fault, match=message):
         fit(tmp_path, *callbacks, module=module, accumulate_grad_batches=batches)
     assert written(tmp_path) == [*range(1, last + 1)]

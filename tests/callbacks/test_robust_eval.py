@@ -90,13 +90,13 @@ def test_findings_and_blindness_are_logged_once():
     assert logged["test/robust/findings"] == len(texts) >= 4
 
 
-@pytest.mark.parametrize(("epochs", "reported"), [(1, 1), (2, 0)])
-def test_a_fit_that_ends_before_its_attacks_reports_it(monkeypatch, epochs, reported):
+def test_a_fit_that_ends_before_its_attacks_reports_it(monkeypatch):
     shown = []
     monkeypatch.setattr(base, "rank_zero_info", shown.append)
-    callback = RobustEval({"pgd": ATTACK}, every_n_epochs=2)
-    trainer(callback, max_epochs=epochs).fit(AdversarialTraining(TinyNet), Blobs())
-    assert [f"in none of these {epochs}" in text for text in shown] == [True] * reported
+    for epochs in (1, 2):
+        callback = RobustEval({"pgd": ATTACK}, every_n_epochs=2)
+        trainer(callback, max_epochs=epochs).fit(AdversarialTraining(TinyNet), Blobs())
+    assert ["in none of these 1" in text for text in shown] == [True]
 
 
 class Heard(AdversarialTraining):
@@ -155,19 +155,18 @@ def test_worst_is_the_minimum_per_image_over_all_callbacks(tmp_path):
     strong = pgd(steps=10, step_size="16/255")
     alone = robust_eval({"alone": pgd()}, target="lightning_rob.defenses.first_member")
     callbacks = [robust_eval({"weak": pgd(steps=1)}), alone, robust_eval({"strong": strong})]
-    part = {"target": alone["init_args"]["target"], "max_images": 10}
-    callbacks += [robust_eval({"few": pgd()}, every_n_epochs=2, **part)]
+    alone["init_args"] |= {"every_n_epochs": 2, "max_images": 10}
     run("fit", "--config", recipe(tmp_path, **{"trainer__callbacks+": callbacks}))
     found = records(tmp_path)
-    assert [(r["epoch"], r["n"]) for r in found if r["name"] == "few"] == [(1, 10), (3, 10)]
+    assert [(r["epoch"], r["n"]) for r in found if r["name"] == "alone"] == [(1, 10), (3, 10)]
+    assert {r["target"] for r in found if r["name"] == "alone"} == {"first_member"}
     for epoch in range(4):
         rows = {r["name"]: r for r in found if r["epoch"] == epoch}
         assert rows["worst"]["over"] == ["weak", "strong"]
         both = min(rows["weak"]["accuracy"], rows["strong"]["accuracy"])
         assert rows["worst"]["accuracy"] <= both + 1e-9
-        assert rows["alone"]["target"] == "first_member"
     events = EventAccumulator(str(tmp_path / "run/version_0"), {"images": 0, "scalars": 0}).Reload()
-    logged = {"val/acc", "val/robust/weak", "val/robust/few", "val/robust/worst"}
+    logged = {"val/acc", "val/robust/weak", "val/robust/alone", "val/robust/worst"}
     assert logged <= set(events.Tags()["scalars"])
     assert len(events.Images("val/adversarial/strong")) == 4
 
@@ -183,20 +182,6 @@ def test_a_panel_shows_clean_perturbation_and_adversarial():
     assert middle[0, 0] == 1
     assert middle[0, 96] == 0
     assert middle[-1, 50].item() == pytest.approx(0.5, abs=0.01)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"attacks": {}}, "at least one attack"),
-        ({"attacks": {"worst": ATTACK}}, "no attack can be called 'worst'"),
-        ({"attacks": {"a": ATTACK}, "repeats": 0}, "repeats must be at least 1, got 0"),
-        ({"attacks": {"a": ATTACK}, "max_images": 0}, "max_images must be at least 1"),
-    ],
-)
-def test_bad_arguments(options, message):
-    with pytest.raises(ValueError, match=message):
-        RobustEval(**options)
 
 
 def test_another_radius_for_all_attacks():
@@ -238,7 +223,7 @@ def test_noise_is_keyed_by_image_and_seed_and_averaged_over_repeats():
     first = accuracy(101)
     assert accuracy(7) == first
     assert accuracy(101, seed=1) != first
-    assert abs(accuracy(32, repeats=100) - 0.25) < 0.02
+    assert abs(accuracy(32, repeats=40) - 0.25) < 0.02
 
 
 @blind

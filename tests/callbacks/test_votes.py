@@ -86,12 +86,8 @@ def test_parts_are_counted_from_the_votes_of_the_whole(ensemble):
 def test_draws_are_averaged_and_have_an_interval():
     names = [*NAMES[1:], "rotate_180", "shift_left"]
     whole = TransformEnsemble(nets(72), "all")
-    _, (votes,) = study(
-        whole,
-        VotingRuleEval(
-            {"pgd": WEAK}, ensembles={"2i": "2i"}, draws=3, attacked=names, max_images=4
-        ),
-    )
+    few = {"ensembles": {"2i": "2i"}, "draws": 3, "attacked": names, "max_images": 4}
+    _, (votes,) = study(whole, VotingRuleEval({"pgd": WEAK}, **few))
     for result in votes.results:
         assert result["members"] == 2
         assert len(result["draws"]) == 3
@@ -141,13 +137,6 @@ def test_dissimilarity_is_that_of_the_perturbation(ensemble):
     assert 0.1 < by_name["pgd"] <= 0.2 * (1 + 1e-5)
 
 
-def test_what_is_there_twice_runs_once_and_equal_names_are_numbered(ensemble):
-    other = PGD(THREAT, 2, 0.1)
-    three = [VotingRuleEval({"a": WEAK}), VotingRuleEval({"a": other}), VotingRuleEval({"a": WEAK})]
-    _, found = study(ensemble, *three)
-    assert [list(votes.attacks) for votes in found] == [["a"], ["a_2"], []]
-
-
 class NonFinite(TinyNet):
     """Its logits are not finite."""
 
@@ -167,23 +156,9 @@ def test_a_defense_that_adapts_is_refused():
         study(DENT(net), VotingRuleEval({"pgd": WEAK}))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"attacks": {}}, "at least one attack"),
-        ({"attacks": {"clean": WEAK}}, "no attack can be called 'clean'"),
-        ({"attacks": {"a": WEAK}, "draws": 0}, "draws must be at least 1, got 0"),
-    ],
-)
-def test_bad_arguments(options, message):
-    with pytest.raises(ValueError, match=message):
-        VotingRuleEval(**options)
-
-
 def test_the_table_has_a_column_for_each_rule(ensemble):
-    _, (votes,) = study(
-        ensemble, VotingRuleEval({"pgd": WEAK}, ensembles={"1": ["clean"], "3": NAMES})
-    )
+    parts = {"1": ["clean"], "3": NAMES}
+    _, (votes,) = study(ensemble, VotingRuleEval({"pgd": WEAK}, ensembles=parts))
     console = Console(width=80, record=True, file=StringIO())
     print_votes("X", votes.results, console)
     text = console.export_text()

@@ -16,13 +16,16 @@ from tests.tiny import pgd, recipe, robust_eval, run, same_weights, shell, weigh
 CKPT = "run/version_0/checkpoints/last.ckpt"
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("trained")
+def fit(folder, *callbacks):
     checkpoint = {"class_path": "ModelCheckpoint", "init_args": {"save_last": True}}
-    options = {"trainer__callbacks+": [checkpoint], "model__init_args__monitor": None}
+    options = {"trainer__callbacks+": [checkpoint, *callbacks], "model__init_args__monitor": None}
     run("fit", "--config", recipe(folder, **options))
     return folder / CKPT
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return fit(tmp_path_factory.mktemp("trained"))
 
 
 def audited(**options):
@@ -67,17 +70,10 @@ def test_two_processes_find_the_same(trained, tmp_path):
     assert found[0] == found[1]
 
 
-def test_it_runs_in_fit_and_training_stays_the_same(tmp_path):
-    checkpoint = {"class_path": "ModelCheckpoint", "init_args": {"save_last": True}}
-    states = []
-    for name, more in {"with": [audited(max_images=4)], "without": []}.items():
-        (tmp_path / name).mkdir()
-        options = {"trainer__callbacks+": [checkpoint, *more]}
-        options["model__init_args__monitor"] = None
-        run("fit", "--config", recipe(tmp_path / name, **options))
-        states.append(weights(tmp_path / name / CKPT))
-    assert same_weights(*states)
-    assert (tmp_path / "with/run/version_0/audit.json").exists()
+def test_it_runs_in_fit_and_training_stays_the_same(trained, tmp_path):
+    fit(tmp_path, audited(max_images=4))
+    assert same_weights(weights(trained), weights(tmp_path / CKPT))
+    assert (tmp_path / "run/version_0/audit.json").exists()
 
 
 def test_the_command(trained, tmp_path, monkeypatch, capsys):
@@ -116,9 +112,8 @@ def test_strict_ends_with_code_1_where_the_defense_is_broken(trained, tmp_path, 
     assert {"zero_gradients", "steps_inside"} <= severe
 
 
-@pytest.mark.parametrize(
-    ("options", "trained", "threat"),
-    [
+def test_the_radius_is_that_of_the_training():
+    for options, trained, threat in (
         ({}, Threat("linf", 0.1), Threat("linf", 0.1)),
         ({}, Threat("l2", 1.0), Threat("l2", 1.0)),
         ({}, None, Threat("linf", 8 / 255)),
@@ -127,25 +122,20 @@ def test_strict_ends_with_code_1_where_the_defense_is_broken(trained, tmp_path, 
         ({"norm": "l2"}, Threat("linf", 0.1), Threat("l2", 128 / 255)),
         ({"eps": 0.7}, Threat("l2", 1.0), Threat("l2", 0.7)),
         ({"eps": 0.2}, Threat("linf", 0.1), Threat("linf", 0.2)),
-    ],
-)
-def test_the_radius_is_that_of_the_training(options, trained, threat):
-    attack = trained and PGD(trained, 1, 0.1)
-    for module in (SimpleNamespace(attack=attack), SimpleNamespace(threat=trained)):
-        assert audited_threat(AuditConfig(**options), module)[0] == threat
+    ):
+        attack = trained and PGD(trained, 1, 0.1)
+        for module in (SimpleNamespace(attack=attack), SimpleNamespace(threat=trained)):
+            assert audited_threat(AuditConfig(**options), module)[0] == threat
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_options_without_a_meaning():
+    for options, message in (
         ({"eps": 0.0}, "--eps must be above 0, got 0"),
         ({"eps": 8.0, "norm": "linf"}, "--eps 8 holds every image, .* did you mean 8/255"),
         ({"eps": 8.0}, "--eps 8 holds every image"),  # of the training's norm
         ({"norm": "l1"}, "--norm must be linf or l2, got l1"),
         ({"images": 0}, "--images must be at least 1, got 0"),
         ({"seed": -1}, "--seed must be at least 0, got -1"),
-    ],
-)
-def test_options_without_a_meaning(options, message):
-    with pytest.raises(ValueError, match=message):
-        audited_threat(AuditConfig(**options), SimpleNamespace(threat=Threat("linf", 0.1)))
+    ):
+        with pytest.raises(ValueError, match=message):
+            audited_threat(AuditConfig(**options), SimpleNamespace(threat=Threat("linf", 0.1)))

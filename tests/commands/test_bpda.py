@@ -37,15 +37,6 @@ def bpda(folder, *args):
     run("bpda", "--out", folder, "--device", "cpu", *args)
 
 
-def refused(capsys, *args):
-    with pytest.raises(SystemExit) as stopped:
-        run("bpda", *args)
-    assert stopped.value.code == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("lightning-rob: error: ")
-    return error
-
-
 def test_two_transforms_from_end_to_end(tmp_path, capsys):
     """The networks are those of a direct call, and a defense can be attacked through them."""
     bpda(tmp_path, *COLOUR, "--transforms", "VerticalFlip,HardPrecision", "--epochs", "2")
@@ -106,16 +97,14 @@ def test_an_interrupted_run_keeps_finished_networks(tmp_path, monkeypatch):
     monkeypatch.undo()
     (there,) = tmp_path.iterdir()
     assert there == place_of(tmp_path, VerticalFlip(), (3, 8, 8))
-    bpda(tmp_path, *COLOUR, *ONCE, "--transforms", "VerticalFlip,Gamma")
-    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_on_grey_images_transforms_of_colour_are_skipped(tmp_path, capsys):
     data = ["--data", "tests.commands.test_bpda.Grey", "--max_images", "4"]
     bpda(tmp_path, *data, *ONCE)
     out = capsys.readouterr().out
-    skipped = {"HSV", "LAB", "XYZ", "YUV", "Gray", "GrayMix", "GrayTwoChannels", "GrayOneChannel"}
-    skipped |= {"ColorJitter"}
+    greys = {f"Gray{kind}" for kind in ("", "Mix", "TwoChannels", "OneChannel")}
+    skipped = {"HSV", "LAB", "XYZ", "YUV", "ColorJitter", *greys}
     assert set(re.findall(r"Skipped: (\w+) takes images of 3 channels", out)) == skipped
     names = {*catalogue(), "Bilateral", *(kind.__name__ for kind in ALL)}
     assert len(names) == 39
@@ -166,7 +155,9 @@ def test_ways_to_choose_transforms():
 )
 def test_invalid_options(tmp_path, capsys, args, reason):
     (tmp_path / "file").write_text("no folder")
-    assert reason in refused(
-        capsys, *(arg.format(tmp_path) if arg.startswith("{}") else arg for arg in args)
-    )
+    with pytest.raises(SystemExit) as stopped:
+        run("bpda", *(arg.format(tmp_path) if arg.startswith("{}") else arg for arg in args))
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("lightning-rob: error: ") and reason in error
     assert os.listdir(tmp_path) == ["file"]

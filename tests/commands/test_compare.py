@@ -22,10 +22,8 @@ def record(path, scores, labels=None, brightness=0.0):
     results = PerImageResults(tuple(scores), 1)
     count = len(scores["clean"])
     zeros = torch.zeros(count)
-    outcomes = [
-        BatchOutcome(column[:, None], zeros, zeros, zeros[:, None], zeros)
-        for column in scores.values()
-    ]
+    each = scores.values()
+    outcomes = [BatchOutcome(s[:, None], zeros, zeros, zeros[:, None], zeros) for s in each]
     images = torch.arange(count).float().view(-1, 1, 1, 1) + brightness
     y = zeros if labels is None else labels
     results.add_batch(images, y, torch.arange(count), outcomes)
@@ -34,6 +32,12 @@ def record(path, scores, labels=None, brightness=0.0):
     worst = torch.stack(list(scores.values()), 1).amin(1)
     write_result_file(path, results.names, results.rows(), 1, card, worst)
     return path
+
+
+def cells(printed):
+    """The rows of a table."""
+    lines = [line.strip("│").split("│") for line in printed.splitlines() if "│" in line]
+    return [[cell.strip() for cell in line] for line in lines]
 
 
 def test_the_command_compares_attacks_and_checkpoints(tmp_path, capsys):
@@ -50,34 +54,30 @@ def test_the_command_compares_attacks_and_checkpoints(tmp_path, capsys):
     assert "-75.0" in out
     assert "adjusted by Holm over 3 comparisons" in " ".join(out.split())
     assert "They differ in the attack x: steps (3 and 2)" in " ".join(out.split())
-    cells = [[c.strip() for c in line.split("│")] for line in out.splitlines() if "│" in line]
-    by_figure = {row[1]: row[-2] for row in cells}
+    by_figure = {row[0]: row[-1] for row in cells(out)}
     assert by_figure["x"] == "0.75"  # 2 / 2**3, three times
-    assert "y" not in [line.split("│")[1].strip() for line in out.splitlines() if "│" in line]
+    assert "y" not in by_figure
 
 
 def test_a_long_name_is_folded_before_a_number_is_cut(capsys):
     name = "arc_two_radii → member_1_two_radii"
     found = compared([(name, torch.ones(400), (torch.arange(400) < 100).float())])
     print_comparison("title", found, Console(width=80))
-    out = capsys.readouterr().out
-    cells = [[c.strip() for c in line.split("│")] for line in out.splitlines() if "│" in line]
-    assert "".join(row[1] for row in cells).replace(" ", "") == name.replace(" ", "")
-    assert cells[0][-2] == "<0.001"
-    assert "…" not in cells[0][2]
+    rows = cells(capsys.readouterr().out)
+    assert "".join(row[0] for row in rows).replace(" ", "") == name.replace(" ", "")
+    assert rows[0][-1] == "<0.001"
+    assert "…" not in rows[0][1]
 
 
 def test_an_ensemble_is_compared_with_its_first_member(tmp_path, capsys):
     """Rows of other names, image by image."""
-    whole = record(
-        tmp_path / "a.csv", {"clean": bits("1111"), "x": bits("1000"), "z": bits("1110")}
-    )
+    three = {"clean": bits("1111"), "x": bits("1000"), "z": bits("1110")}
+    whole = record(tmp_path / "a.csv", three)
     alone = record(tmp_path / "b.csv", {"clean": bits("1111"), "y": bits("1101")})
     run("compare", whole, alone, "--pairs", "x=y")
-    (row,) = [line for line in capsys.readouterr().out.splitlines() if "│" in line]
-    cells = [cell.strip() for cell in row.strip("│").split("│")]
-    assert cells[:4] == ["x", "25.0%", "75.0%", "+50.0"]
-    assert cells[5:7] == ["0", "2"]
+    (row,) = cells(capsys.readouterr().out)
+    assert row[:4] == ["x", "25.0%", "75.0%", "+50.0"]
+    assert row[5:7] == ["0", "2"]
 
 
 def gate(tmp_path, old, new, *args) -> int:
@@ -140,33 +140,25 @@ def test_the_gate_refuses_what_means_something_else(tmp_path, capsys):
         run("compare", old, new, "--fail-if-worse=0.1", "--pairs", "x=x")
 
 
-@pytest.mark.parametrize(
-    ("args", "reason"),
-    [
-        (["a.csv", "--pairs", "x=y"], "--pairs is for two records"),
-        (["a.csv", "b.csv", "--pairs", "x"], "--pairs is NAME=NAME, several separated by commas"),
-        ([], "one or two records, got 0"),
-        (["a.csv", "b.csv", "c.csv"], "one or two records, got 3"),
-        (["a.csv", "b.csv", "--fail-if-worse", "2"], "--fail_if_worse is a share in .*got 2"),
-        (["a.csv", "--fail-if-worse", "0.02"], "--fail_if_worse is for two records"),
-    ],
-)
-def test_what_cannot_be_compared(args, reason):
-    with pytest.raises(ValueError, match=reason):
-        parse_records("compare", args)
+def test_what_cannot_be_compared():
+    for args, reason in (
+        ("a.csv --pairs x=y", "--pairs is for two records"),
+        ("a.csv b.csv --pairs x", "--pairs is NAME=NAME, several separated by commas"),
+        ("", "one or two records, got 0"),
+        ("a.csv b.csv c.csv", "one or two records, got 3"),
+        ("a.csv b.csv --fail-if-worse 2", "--fail_if_worse is a share in .*got 2"),
+        ("a.csv --fail-if-worse 0.02", "--fail_if_worse is for two records"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            parse_records("compare", args.split())
 
 
 def test_errors_are_one_line(tmp_path, capsys):
     one = record(tmp_path / "a.csv", {"clean": bits("11"), "x": bits("10")})
     other = record(tmp_path / "b.csv", {"clean": bits("11"), "x": bits("10")}, labels=bits("01"))
     foggy = record(tmp_path / "c.csv", {"clean": bits("11"), "x": bits("10")}, brightness=0.5)
-    for args in (
-        [one],
-        [one, other],
-        [one, foggy],
-        [tmp_path / "none.csv"],
-        [one, one, "--pairs", "x=zzz"],
-    ):
+    none, pair = [tmp_path / "none.csv"], [one, one, "--pairs", "x=zzz"]
+    for args in ([one], [one, other], [one, foggy], none, pair):
         with pytest.raises(SystemExit) as ended:
             run("compare", *args)
         assert ended.value.code == 2

@@ -119,18 +119,15 @@ def test_commands_read_the_folder(exported, tmp_path, monkeypatch):
 def test_folders_that_are_none(tmp_path):
     with pytest.raises(InputError, match=r"a folder without config\.json: name a checkpoint"):
         lightning_rob.load(tmp_path)
-    (tmp_path / "config.json").write_text("<html>")
-    with pytest.raises(InputError, match=r"config\.json is no JSON"):
-        lightning_rob.load(tmp_path)
-    (tmp_path / "config.json").write_text('{"architecture": "resnet18"}')
-    with pytest.raises(InputError, match=r"no 'lightning_rob'; a network of timm is .*ZooNet"):
-        lightning_rob.load(tmp_path)
-    (tmp_path / "config.json").write_text('{"lightning_rob": {"model": {}, "checkpoint": []}}')
-    with pytest.raises(InputError, match="no 'lightning_rob'"):
-        lightning_rob.load(tmp_path)
-    (tmp_path / "config.json").write_text("[" * 100_000)
-    with pytest.raises(InputError, match=r"config\.json is no JSON"):
-        lightning_rob.load(tmp_path)
+    for text, message in (
+        ("<html>", r"config\.json is no JSON"),
+        ('{"architecture": "resnet18"}', r"no 'lightning_rob'; a network of timm is .*ZooNet"),
+        ('{"lightning_rob": {"model": {}, "checkpoint": []}}', "no 'lightning_rob'"),
+        ("[" * 100_000, r"config\.json is no JSON"),
+    ):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(InputError, match=message):
+            lightning_rob.load(tmp_path)
 
 
 def test_a_folder_that_would_not_be_whole_is_refused(exported, tmp_path, monkeypatch, capsys):
@@ -142,11 +139,8 @@ def test_a_folder_that_would_not_be_whole_is_refused(exported, tmp_path, monkeyp
     error = capsys.readouterr().err
     assert "model.init_args.monitor is a file, './a.txt'" in error
     assert "add --model.init_args.monitor=null" in error
-    plug = [
-        "--trainer.callbacks+=pgd",
-        "--trainer.callbacks.preprocess=tests.cli.test_load.brighter",
-    ]
+    inputs = "--trainer.callbacks.preprocess=tests.cli.test_load.brighter"
     with pytest.raises(SystemExit):
-        run(*export, *plug)
+        run(*export, "--trainer.callbacks+=pgd", inputs)
     assert "preprocess is an option of a plug-in" in capsys.readouterr().err
     assert not (tmp_path / "m").exists()

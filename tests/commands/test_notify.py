@@ -136,9 +136,8 @@ def test_one_that_hangs_blocks_neither_the_monitor_nor_others(
         assert time.monotonic() - start < 2
         assert len(receiver.posts) == 1
         assert notifier.waiting == {hanging.url: 1, receiver.url: 0}
-        assert (
-            f"1 left for {hanging.url}; the next monitor delivers them" in capsys.readouterr().err
-        )
+        left = f"1 left for {hanging.url}; the next monitor delivers them"
+        assert left in capsys.readouterr().err
         hanging.go.set()
         hanging.statuses.clear()
         again = Outbox([hanging.url, receiver.url], history, "run")
@@ -240,12 +239,12 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("reason", "urls"), BAD)
-def test_urls_that_cannot_be_notified(reason, urls, monkeypatch):
+def test_urls_that_cannot_be_notified(monkeypatch):
     monkeypatch.setenv(AUTHORIZATION, SECRET)
-    with pytest.raises(ValueError, match=reason) as refused:
-        check_destinations(urls)
-    assert not any(secret in str(refused.value) for secret in ("hid", "s3cret"))
+    for reason, urls in BAD:
+        with pytest.raises(ValueError, match=reason) as refused:
+            check_destinations(urls)
+        assert not any(secret in str(refused.value) for secret in ("hid", "s3cret"))
 
 
 def test_a_secret_is_one_line_and_names_show_none(monkeypatch):

@@ -45,7 +45,7 @@ def served(tmp_path):
 
 
 def fetched(publisher, path="/"):
-    url = f"http://localhost:{publisher.server.server_port}{path}"
+    url = f"http://127.0.0.1:{publisher.server.server_port}{path}"
     with urlopen(url, timeout=10) as reply:
         return reply.headers, reply.read().decode()
 
@@ -81,34 +81,35 @@ def test_it_refreshes_itself_unless_it_is_held(served):
     assert "does not refresh itself" in html
 
 
-@pytest.mark.parametrize(
-    ("path", "method", "host", "status"),
-    [
-        ("/", "POST", "localhost", 501),
-        ("/", "DELETE", "localhost", 501),
-        ("/monitor.jsonl", "GET", "localhost", 404),
-        ("/../etc/passwd", "GET", "localhost", 404),
-        ("/%2e%2e/etc/passwd", "GET", "localhost", 404),
-        ("/", "GET", "attacker.example", 403),
-        ("/", "GET", "localhost.attacker.example", 403),
-        ("/", "GET", "[::1]:80", 200),
-        ("/healthz", "GET", "attacker.example", 200),
-    ],
-)
-def test_only_fixed_paths_are_read_and_only_from_this_machine(served, path, method, host, status):
-    client = http.client.HTTPConnection("127.0.0.1", served.server.server_port, timeout=10)
-    client.request(method, path, headers={"Host": host})
-    assert client.getresponse().status == status
-    client.close()
+def requested(publisher, path, method, host):
+    client = http.client.HTTPConnection("127.0.0.1", publisher.server.server_port, timeout=10)
+    with closing(client):
+        client.request(method, path, headers={"Host": host})
+        reply = client.getresponse()
+        return reply, reply.read()
+
+
+REQUESTS = [
+    ("/", "POST", "localhost", 501),
+    ("/", "DELETE", "localhost", 501),
+    ("/monitor.jsonl", "GET", "localhost", 404),
+    ("/../etc/passwd", "GET", "localhost", 404),
+    ("/%2e%2e/etc/passwd", "GET", "localhost", 404),
+    ("/", "GET", "attacker.example", 403),
+    ("/", "GET", "localhost.attacker.example", 403),
+    ("/", "GET", "[::1]:80", 200),
+    ("/healthz", "GET", "attacker.example", 200),
+]
+
+
+def test_only_fixed_paths_are_read_and_only_from_this_machine(served):
+    found = [requested(served, *request)[0].status for *request, _ in REQUESTS]
+    assert found == [status for *_, status in REQUESTS]
 
 
 def test_head_has_the_headers_of_get_and_no_body(served):
-    client = http.client.HTTPConnection("127.0.0.1", served.server.server_port, timeout=10)
-    client.request("HEAD", "/", headers={"Host": "localhost"})
-    reply = client.getresponse()
-    length, body = int(reply.headers["Content-Length"]), reply.read()
-    client.close()
-    assert (length > 1000, body) == (True, b"")
+    reply, body = requested(served, "/", "HEAD", "localhost")
+    assert (int(reply.headers["Content-Length"]) > 1000, body) == (True, b"")
 
 
 def test_a_client_that_goes_or_stays_silent_disturbs_none(served, capsys, monkeypatch):
@@ -124,12 +125,10 @@ def test_a_client_that_goes_or_stays_silent_disturbs_none(served, capsys, monkey
 
 
 def test_it_shows_what_is_new_at_the_next_request(served):
-    history = served.snapshots[RUN].history
     before = text_of(fetched(served)[1])
-    history.append(*event_of(3))
+    served.snapshots[RUN].history.append(*event_of(3))
     after = text_of(fetched(served)[1])
     assert ("no alarm is open" in before, "no alarm is open" in after) == (False, True)
-    assert "recovery" in after
     assert after.index("recovery") < after.index("low ")
 
 
@@ -165,21 +164,21 @@ def test_models_of_one_file_are_in_the_order_of_their_evaluations(tmp_path):
 
 def test_a_template_of_the_user_takes_the_place_of_ours(served, tmp_path):
     place = tmp_path / "mine.html"
-    place.write_text("{% for run in runs %}<b>{{ run.alarm.alarm[0] }}</b>{% endfor %}")
-    publisher = Publisher(MonitorConfig(tmp_path, serve=0, template=place))
-    publisher.snapshots = served.snapshots
-    assert fetched(publisher)[1] == "<b>bad</b>"
-    publisher.close()
-    place.write_text(
-        '{% extends "page.html" %}{% block alarms %}<b>{{ run.short }}</b>{% endblock %}'
-    )
-    publisher = Publisher(MonitorConfig(tmp_path, serve=0, template=place))
-    publisher.snapshots = served.snapshots
-    html = fetched(publisher)[1]
+
+    def shown(text):
+        place.write_text(text)
+        publisher = Publisher(MonitorConfig(tmp_path, serve=0, template=place))
+        publisher.snapshots = served.snapshots
+        with closing(publisher):
+            return fetched(publisher)[1]
+
+    html = shown("{% for run in runs %}<b>{{ run.alarm.alarm[0] }}</b>{% endfor %}")
+    assert html == "<b>bad</b>"
+    block = "{% block alarms %}<b>{{ run.short }}</b>{% endblock %}"
+    html = shown(f'{{% extends "page.html" %}}{block}')
     assert "<b>version_0</b>" in html
     assert "Alarms and recoveries" not in html
     assert "Checkpoint by checkpoint" in html
-    publisher.close()
     place.write_text("{% for %}")
     with pytest.raises(InputError, match=f"the template {place} cannot be used: Expected"):
         Publisher(MonitorConfig(tmp_path, serve=0, template=place))

@@ -25,18 +25,15 @@ def test_every_file_is_listed_with_a_sentence(capsys, monkeypatch):
             assert f" {name} {sentence}" in shown
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("# PGD, 20 steps.\nclass_path: PGD\n", "PGD, 20 steps"),
-        ("# RT (Raff et al. 2019) on\n# digits. It is small.\n", "RT (Raff et al. 2019) on digits"),
-        ("# DENT by Chen et al. (2022). It adapts.\n", "DENT by Chen et al. (2022)"),
-        ("# DENT: pass its checkpoint.\n", "DENT"),
-        ("model: x\n", ""),
-    ],
-)
-def test_the_first_sentence(text, sentence):
-    assert first_sentence(text) == sentence
+def test_the_first_sentence():
+    sentences = {
+        "# PGD, 20 steps.\nclass_path: PGD\n": "PGD, 20 steps",
+        "# RT (Raff et al. 2019) on\n# digits. It is small.\n": "RT (Raff et al. 2019) on digits",
+        "# DENT by Chen et al. (2022). It adapts.\n": "DENT by Chen et al. (2022)",
+        "# DENT: pass its checkpoint.\n": "DENT",
+        "model: x\n": "",
+    }
+    assert {text: first_sentence(text) for text in sentences} == sentences
 
 
 def test_a_file_is_printed_or_copied(tmp_path, monkeypatch, capsys):

@@ -181,7 +181,7 @@ def test_few_images_and_a_single_attack_are_warned_of(tmp_path):
 
 
 def test_without_a_test_the_last_validation_is_shown_as_one(tmp_path):
-    lines = [*evaluation(0.9, 0.5, 0.4, 0.3, stage="val", epoch=7)]
+    lines = evaluation(0.9, 0.5, 0.4, 0.3, stage="val", epoch=7)
     _, text, _ = made(folder(tmp_path / "run", lines))
     assert "Accuracy on the validation images at epoch 7" in text
     assert "no test is recorded" in text
@@ -211,10 +211,8 @@ def test_fields_of_another_kind_are_left_out_not_believed(tmp_path):
 
 
 def test_nan_is_said_to_be_no_number(tmp_path):
-    lines = [
-        *evaluation(0.9, 0.5, 0.4, 0.3, stage="val", epoch=0),
-        *evaluation(0.9, 0.5, 0.4, 0.3),
-    ]
+    known = (0.9, 0.5, 0.4, 0.3)
+    lines = evaluation(*known, stage="val", epoch=0) + evaluation(*known)
     lines = [x | {"accuracy": None} if x["name"] in ("apgd", "worst") else x for x in lines]
     _, text, markdown = made(folder(tmp_path / "a/run", lines))
     assert "no number was recorded for apgd and worst" in text
@@ -226,12 +224,7 @@ def test_what_was_evaluated_again_counts_once():
     resumed = [line("apgd", 0.75, "val", 2), line("apgd", 0.8, "val", 3)]
     evaluations = Evaluations(attack_result(fields) for fields in lines + resumed)
     series = evaluations.series()["apgd", "full_defense"]
-    assert [(r.epoch, r.accuracy) for r in series] == [
-        (0, 0.1),
-        (1, 0.2),
-        (2, 0.75),
-        (3, 0.8),
-    ]
+    assert [(r.epoch, r.accuracy) for r in series] == [(0, 0.1), (1, 0.2), (2, 0.75), (3, 0.8)]
     assert [r.accuracy for r in evaluations.last()] == [0.8]
 
 
@@ -282,11 +275,8 @@ def test_one_name_for_different_attacks_is_said_so(tmp_path):
     b = folder(tmp_path / "b", lines)
     _, text, markdown = made(a, b, out=tmp_path / "report.html")
     assert "a: steps=20, restarts=not recorded; b: steps=50, restarts=5" in text
-    heads = rows(markdown)[0]
-    assert [name for name in heads if "†" in name] == [
-        "apgd † (linf 8/255)",
-        "worst † (linf 8/255)",
-    ]
+    marked = [name for name in rows(markdown)[0] if "†" in name]
+    assert marked == ["apgd † (linf 8/255)", "worst † (linf 8/255)"]
 
 
 def test_sweeps_matrices_and_pictures_are_shown(tmp_path, whole):
@@ -350,21 +340,17 @@ def test_errors_are_one_line(tmp_path, whole, capsys):
     assert "RUN" in fails(capsys)
 
 
-def test_a_folder_without_records_among_others_is_passed_over_and_said_so(tmp_path, whole, capsys):
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    made(whole, empty)
-    assert f"Nothing is recorded in {empty}" in capsys.readouterr().err
-
-
 def test_files_go_to_the_run_or_here(tmp_path, whole, monkeypatch, capsys):
+    """A folder without records among others is passed over."""
     main(["report", str(whole)])
     assert {whole / "report.html", whole / "report.md"} <= set(whole.iterdir())
-    other = folder(tmp_path / "other", evaluation(0.9, 0.6, 0.5, 0.45))
+    (empty := tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
-    main(["report", str(whole), str(other)])
+    main(["report", str(whole), str(empty)])
     assert (tmp_path / "report.html").is_file()
-    assert "Wrote report.md" in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert "Wrote report.md" in told.out
+    assert f"Nothing is recorded in {empty}" in told.err
 
 
 def test_a_template_of_the_user_overrides_a_block(whole, capsys):
@@ -379,10 +365,8 @@ def test_a_template_of_the_user_overrides_a_block(whole, capsys):
 
 
 def test_no_torch_is_needed(whole):
-    code = (
-        "import sys; from lightning_rob.cli import main; "
-        f"main(['report', {str(whole)!r}]); print({{'torch', 'lightning'}} & set(sys.modules))"
-    )
+    code = f"import sys; from lightning_rob.cli import main; main(['report', {str(whole)!r}]); "
+    code += "print({'torch', 'lightning'} & set(sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert out.stdout.splitlines()[-1] == "set()"
 
@@ -459,11 +443,12 @@ def test_votes_are_a_table_by_rule_and_no_evaluations(tmp_path):
     *_, shown = votes(run.votes, 2)
     text = markdown([shown])
     assert "Accuracy on 50 test images" in text
+    shares = ["25.0% (10.0% … 90.0%)", "50.0% (10.0% … 90.0%)"]
     assert rows(text) == [
         ["attack", "ensemble", "members", "dissimilarity", "RD", "MV"],
         ["---", "---", "--:", "--:", "--:", "--:"],
-        ["clean", "two", "2", "", *(f"{share} (10.0% … 90.0%)" for share in ("25.0%", "50.0%"))],
-        ["pgd", "two", "2", "0.300", *(f"{share} (10.0% … 90.0%)" for share in ("25.0%", "50.0%"))],
+        ["clean", "two", "2", "", *shares],
+        ["pgd", "two", "2", "0.300", *shares],
     ]
 
 

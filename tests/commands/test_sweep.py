@@ -2,7 +2,10 @@
 
 import os
 import signal
+from contextlib import redirect_stdout
 from dataclasses import replace
+from functools import cache
+from io import StringIO
 
 import numpy as np
 import pytest
@@ -19,9 +22,9 @@ from lightning_rob.commands.checkpoints import load_weights, read_checkpoint
 from lightning_rob.commands.sweep import SweepConfig
 from lightning_rob.commands.sweep.study import (
     ResultCache,
-    with_count,
     with_members,
     with_probability,
+    with_value,
 )
 from lightning_rob.commands.sweep.table import SweepTable
 from lightning_rob.commands.sweep.values import parse_values
@@ -136,16 +139,32 @@ def first_members(defense, count):
 CASES = {
     "probability": ("1,0.75:0.25:-0.25", [1, 0.75, 0.5, 0.25], unchanged, first_is),
     "members": ("1:3:1", [1, 2, 3], unchanged, first_members),
-    "eps": ("8/255,24/255", [8 / 255, 24 / 255], longer, unchanged),
+    "eps": ("24/255,8/255", [24 / 255, 8 / 255], longer, unchanged),
     "steps": ("1,4", [1, 4], counted("steps"), unchanged),
     "neighbours": ("1,3", [1, 3], counted("neighbours"), unchanged),
 }
 
 
+@pytest.fixture(scope="module")
+def swept(trained, tmp_path_factory):
+    """Return the folder of a case, its records and what it printed; run once."""
+
+    @cache
+    def of(over):
+        folder = tmp_path_factory.mktemp(over)
+        best = ["--best", "apgd"] if over == "probability" else []
+        with redirect_stdout(StringIO()) as printed:
+            records = sweep(trained, folder, over, CASES[over][0], *best)
+        return folder, records, printed.getvalue()
+
+    return of
+
+
 @pytest.mark.parametrize("over", CASES)
-def test_figures_are_those_of_direct_calls(over, trained, loaded, tmp_path, capsys):
-    text, values, of_attack, of_defense = CASES[over]
-    found = accuracies(sweep(trained, tmp_path, over, text))
+def test_figures_are_those_of_direct_calls(over, swept, loaded):
+    _, values, of_attack, of_defense = CASES[over]
+    _, records, printed = swept(over)
+    found = accuracies(records)
     assert len(found) == 5 * len(values)
     for value in values:
         scores = {}
@@ -157,7 +176,7 @@ def test_figures_are_those_of_direct_calls(over, trained, loaded, tmp_path, caps
             assert mine == pytest.approx(score.mean().item(), abs=1e-6), (name, value)
         lowest = torch.minimum(scores["apgd"], scores["arc"]).mean().item()
         assert found["worst", round(value, 6)] == pytest.approx(lowest, abs=1e-6)
-    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
+    shown = [line for line in printed.splitlines() if line.startswith("[")]
     assert len(shown) == len(values)
     assert len({accuracy for (name, _), accuracy in found.items() if name != "clean"}) > 2
 
@@ -170,61 +189,58 @@ def test_what_a_value_does_not_change_runs_once(trained, tmp_path, monkeypatch):
         "perturb",
         lambda self, d, *rest: calls.append(len(d.weights)) or run_pgd(self, d, *rest),
     )
-    records = sweep(trained, tmp_path / "g", "neighbours", "1,2,3")
+    records = sweep(trained, tmp_path / "g", "neighbours", "1,2")
     assert sorted(set(calls)) == [1, 3]
     once = calls.count(3)
     assert calls.count(1) == once
-    assert sum(r["name"] == "apgd" for r in records) == 3
+    assert sum(r["name"] == "apgd" for r in records) == 2
     calls.clear()
-    sweep(trained, tmp_path / "p", "probability", "1,0.8,0.6")
-    assert (calls.count(3), calls.count(1)) == (3 * once, once)
+    sweep(trained, tmp_path / "p", "probability", "1,0.8")
+    assert (calls.count(3), calls.count(1)) == (2 * once, once)
     calls.clear()
-    sweep(trained, tmp_path / "p", "probability", "0.8,0.9,0.6")
+    sweep(trained, tmp_path / "p", "probability", "0.8,0.9")
     assert (calls.count(3), calls.count(1)) == (once, 0)
 
 
-def test_killed_and_run_again_it_ends_with_the_same_table(trained, tmp_path, capsys):
-    whole = accuracies(sweep(trained, tmp_path / "whole", "steps", "1,2"))
+def test_killed_and_run_again_it_ends_with_the_same_table(trained, swept, tmp_path, capsys):
     kill = {"class_path": "tests.commands.test_sweep.KillAtTest", "init_args": {"number": 2}}
-    where = ["--ckpt_path", trained, "--trainer.accelerator=cpu", "--out", tmp_path / "killed"]
-    arguments = [*where, "--over", "steps", "--values", "1,2", *plugged([*CALLBACKS, kill])]
-    assert forked("sweep", *arguments).returncode == -signal.SIGKILL
-    assert {r["value"] for r in lines(tmp_path / "killed")} == {1}
-    with (tmp_path / "killed/sweep.jsonl").open("a") as file:
+    where = ["--ckpt_path", trained, "--trainer.accelerator=cpu", "--out", tmp_path]
+    where += ["--over", "steps", "--values", CASES["steps"][0]]
+    killed = forked("sweep", *where, *plugged([*CALLBACKS, kill]))
+    assert killed.returncode == -signal.SIGKILL
+    assert {r["value"] for r in lines(tmp_path)} == {1}
+    with (tmp_path / "sweep.jsonl").open("a") as file:
         file.write('{"name": "apgd", "variable": "steps", "val')  # a crash while writing
-    capsys.readouterr()
-    run("sweep", *where, "--over", "steps", "--values", "1,2", *plugged(CALLBACKS))
+    run("sweep", *where, *plugged(CALLBACKS))
     shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
     assert ["(recorded)" in line for line in shown] == [True, False]
-    points = [point.result for point in ResultCache(tmp_path / "killed").points.values()]
+    folder, records, _ = swept("steps")
+    points = [point.result for point in ResultCache(tmp_path).points.values()]
     again = {(r.name, r.details["value"]): r.accuracy for r in points}
-    assert again.items() <= whole.items()
-    tables = [(tmp_path / name / "sweep.md").read_text() for name in ("whole", "killed")]
+    assert again.items() <= accuracies(records).items()
+    tables = [(place / "sweep.md").read_text() for place in (folder, tmp_path)]
     one, other = ([x for x in t.splitlines() if x.startswith("|")] for t in tables)
     assert one == other
     assert len(one) == 4
 
 
-@pytest.mark.parametrize(
-    ("args", "options"),
-    [
+def test_other_circumstances_are_measured_anew(trained, tmp_path, capsys):
+    few = {"attacks": {"apgd": PLAIN}, "max_images": 12}
+    for args, options in (
+        ([], {}),
         (["--data.test_size=20"], {}),
         (["--model.probs=[0.5, 0.2, 0.3]"], {}),
         ([], {"seed": 1}),
         ([], {"attacks": {"apgd": pgd(random_start=False, step_size="4/255")}}),
-    ],
-)
-def test_other_circumstances_are_measured_anew(args, options, trained, tmp_path, capsys):
-    few = {"attacks": {"apgd": PLAIN}, "max_images": 12}
-    sweep(trained, tmp_path, "steps", "1", callbacks=[robust_eval(**few)])
-    capsys.readouterr()
-    sweep(trained, tmp_path, "steps", "1", *args, callbacks=[robust_eval(**few | options)])
-    assert "(recorded)" not in capsys.readouterr().out
+    ):
+        sweep(trained, tmp_path, "steps", "1", *args, callbacks=[robust_eval(**few | options)])
+        assert "(recorded)" not in capsys.readouterr().out
 
 
 def test_scores_are_arrays_and_results_without_them_are_measured_anew(trained, tmp_path, capsys):
     few = [robust_eval({"apgd": PLAIN}, max_images=12)]
     records = sweep(trained, tmp_path, "steps", "1", callbacks=few)
+    assert "(recorded)" not in capsys.readouterr().out
     clean, attacked = (tmp_path / record["reuse"]["scores"] for record in records)
     for record, path in zip(records, (clean, attacked), strict=True):
         with np.load(path) as content:
@@ -238,20 +254,12 @@ def test_scores_are_arrays_and_results_without_them_are_measured_anew(trained, t
         lambda: attacked.write_text("none"),
     ):
         spoil()
-        capsys.readouterr()
         again = sweep(trained, tmp_path, "steps", "1", callbacks=few)
         assert "(recorded)" not in capsys.readouterr().out
         assert accuracies(again) == accuracies(records)
-    sweep(trained, tmp_path, "steps", "1", callbacks=few)
-    assert "(recorded)" in capsys.readouterr().out
-
-
-def test_batch_size_and_names_of_files_change_nothing(trained, tmp_path, capsys):
-    few = [robust_eval({"apgd": PLAIN}, max_images=12)]
-    sweep(trained, tmp_path, "steps", "1", callbacks=few)
+    # Neither the name of a file nor the batch size is a reason to measure again.
     copy = tmp_path / "renamed.ckpt"
     copy.write_bytes(trained.read_bytes())
-    capsys.readouterr()
     sweep(copy, tmp_path, "steps", "1", "--data.eval_batch_size=5", callbacks=few)
     assert "(recorded)" in capsys.readouterr().out
 
@@ -272,17 +280,16 @@ def test_each_checkpoint_has_a_folder_and_there_is_none_of_a_run(trained, tmp_pa
     assert all(f.name.startswith("last_") and f.name.endswith("_steps") for f in folders)
 
 
-def test_markdown_figure_and_the_best_value(trained, tmp_path, capsys):
-    records = sweep(trained, tmp_path, "probability", "0.9,0.5", "--best", "apgd")
+def test_markdown_figure_and_the_best_value(swept):
+    folder, records, printed = swept("probability")
     found = accuracies(records)
-    best = max((0.9, 0.5), key=lambda p: found["apgd", p])
+    best = max(CASES["probability"][1], key=lambda p: found["apgd", p])
     sentence = (
         f"best probability under apgd: {best:g} ({100 * found['apgd', best]:.1f} %); "
         f"clean there: {100 * found['clean', best]:.1f} %, "
         f"arc there: {100 * found['arc', best]:.1f} %"
     )
-    printed = capsys.readouterr().out
-    page = (tmp_path / "sweep.md").read_text()
+    page = (folder / "sweep.md").read_text()
     assert sentence in printed
     assert sentence in page
     assert "| probability | clean | apgd | arc | alone on first member | worst |" in page
@@ -290,13 +297,13 @@ def test_markdown_figure_and_the_best_value(trained, tmp_path, capsys):
     assert f"{100 * found['apgd', best]:.1f}\\* (" in page
     for part in ("lightning-rob sweep --ckpt_path", "images: 33", "Blobs", "torch 2", "20"):
         assert part in page
-    assert (tmp_path / "sweep.png").stat().st_size > 10_000
+    assert (folder / "sweep.png").stat().st_size > 10_000
 
 
-def test_the_figure_draws_what_was_measured(trained, tmp_path):
-    found = accuracies(sweep(trained, tmp_path, "eps", "24/255,8/255"))
-    config = SweepConfig("eps", "24/255,8/255")
-    results = [point.result for point in ResultCache(tmp_path).points.values()]
+def test_the_figure_draws_what_was_measured(swept):
+    folder, records, _ = swept("eps")
+    found, config = accuracies(records), SweepConfig("eps", CASES["eps"][0])
+    results = [point.result for point in ResultCache(folder).points.values()]
     table = {
         value: {r.name: r for r in results if r.details["value"] == value.number}
         for value in config.points
@@ -316,9 +323,9 @@ def test_the_figure_draws_what_was_measured(trained, tmp_path):
 
 def test_counts_are_changed_in_all_parts_of_an_attack():
     nested = RandomMember(Strongest((APGD, OnMember(ARC(THREAT, 3, 16 / 255), 1))))
-    more = with_count("steps")(nested, 7.0)
+    more = with_value(nested, "steps", 7.0)
     assert [p.steps for p in walk(more) if hasattr(p, "steps")] == [7, 7]
-    fewer = with_count("neighbours")(nested, 2)
+    fewer = with_value(nested, "neighbours", 2)
     assert [p.neighbours for p in walk(fewer) if hasattr(p, "neighbours")] == [2]
     assert fewer.attack.attacks[0] == APGD
 
@@ -334,24 +341,20 @@ def test_members_without_a_share_get_equal_ones():
     assert len({fingerprint(d) for d in (defense, two, alone, with_members(alone, 1))}) == 4
 
 
-@pytest.mark.parametrize(
-    ("text", "labels"),
-    [
+def test_lists_of_values():
+    for text, labels in (
         ("1/255,2/255", ["1/255", "2/255"]),
         ("0.5:1:0.25", ["0.5", "0.75", "1"]),
         ("1:0.9:-0.05,0.9, 0.8", ["1", "0.95", "0.9", "0.8"]),
         ("2/255:8/255:3/255", ["2/255", "5/255", "8/255"]),
-    ],
-)
-def test_lists_of_values(text, labels):
-    assert [value.label for value in parse_values("eps", text)] == labels
+    ):
+        assert [value.label for value in parse_values("eps", text)] == labels
     (value,) = read_command_line("sweep", "--over=eps", "--values=8/255").options.points
     assert (value.number, value.label) == (8 / 255, "8/255")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_options_without_meaning():
+    for options, message in (
         (("epsilon", "1"), "--over must be one of probability"),
         (("eps", ""), "--values must name at least one value"),
         (("eps", "1:2:0"), "--values takes numbers, fractions"),
@@ -360,11 +363,9 @@ def test_lists_of_values(text, labels):
         (("probability", "0.5,1.5"), r"must be in \[0, 1\], got 1.5"),
         (("steps", "2.5"), "steps must be whole and at least 1"),
         (("eps", "1", "apgd"), "no meaning over eps"),
-    ],
-)
-def test_options_without_meaning(options, message):
-    with pytest.raises(ValueError, match=message):
-        SweepConfig(*options)
+    ):
+        with pytest.raises(ValueError, match=message):
+            SweepConfig(*options)
 
 
 def test_bad_input_gets_one_line_before_anything_runs(trained, tmp_path, capsys):

@@ -36,36 +36,21 @@ def test_limit_train_takes_images_from_training_only():
     assert torch.equal(data.parts["val"].indices, all_of_it.parts["val"].indices)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("batch_size", 0),
-        ("eval_batch_size", 0),
-        ("val_size", -1),
-        ("workers", -1),
-        ("limit_train", 0),
-        ("val_size", 47),
-    ],
-)
-def test_values_out_of_range_are_named(name, value):
-    with pytest.raises(ValueError, match=f"{name} must be .*{value}$"):
-        dots(**{name: value}).setup()
+def test_values_out_of_range_are_named():
+    ranges = {"batch_size": 0, "eval_batch_size": 0, "val_size": -1, "workers": -1}
+    for name, value in [*ranges.items(), ("limit_train", 0), ("val_size", 47)]:
+        with pytest.raises(ValueError, match=f"{name} must be .*{value}$"):
+            dots(**{name: value}).setup()
 
 
-def test_only_training_images_are_augmented():
-    data = dots(augment=torch.zeros_like)
-    data.setup()
-    assert all(x.sum() == 0 for x, _, _ in data.train_dataloader())
-    assert all(x.sum() > 0 for x, _, _ in data.val_dataloader())
-    assert all(x.sum() > 0 for x, _, _ in data.test_dataloader())
-
-
-def test_an_empty_list_turns_augmentation_off():
-    data, plain = dots(augment=[]), dots()
+def test_only_training_images_are_augmented_and_an_empty_list_turns_it_off():
+    data, plain = dots(augment=torch.zeros_like), dots(augment=[])
     for one in (data, plain):
-        one.setup("fit")
-    assert data.parts["train"].augmentations == ()
-    assert len(plain.parts["train"].augmentations) == 2
+        one.setup()
+    assert all(x.sum() == 0 for x, _, _ in data.train_dataloader())
+    for loader in (data.val_dataloader(), data.test_dataloader(), plain.train_dataloader()):
+        assert all(x.sum() > 0 for x, _, _ in loader)
+    assert plain.parts["train"].augmentations == ()
 
 
 def collected(data, epochs=2):

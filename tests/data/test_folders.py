@@ -108,9 +108,8 @@ def saved(path, images):
     ],
 )
 def test_images_from_a_file(tmp_path, name, wrap):
-    pixels = torch.randint(
-        256, (40, 3, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
-    )
+    noise = torch.Generator().manual_seed(0)
+    pixels = torch.randint(256, (40, 3, 8, 8), generator=noise, dtype=torch.uint8)
     path = saved(tmp_path / name, wrap(pixels / 255))
     assert torch.equal(read_images(path), pixels / 255)
 

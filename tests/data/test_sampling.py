@@ -1,5 +1,7 @@
 """Order of the images: every image once in evaluation, exact resumption in training."""
 
+from functools import cache
+
 import pytest
 import torch
 from lightning.pytorch import LightningModule
@@ -83,13 +85,10 @@ def test_loaders_take_their_share_from_the_trainer():
         assert (loader.sampler.num_replicas, loader.sampler.rank) == (4, 0)
 
 
-def test_overfitting_takes_the_first_images_again_and_again():
+def test_overfitting_takes_the_first_images_again_and_prediction_all_in_order():
     with pytest.warns(UserWarning, match="You requested to overfit"):
         seen = trained(dots(), overfit_batches=1, max_epochs=2).seen
     assert len(seen) == 2 and seen[0] == seen[1]
-
-
-def test_prediction_is_on_every_test_image_in_order():
     index = trainer().predict(Line(), datamodule=dots())
     assert torch.cat(index).tolist() == list(range(10))
 
@@ -125,9 +124,14 @@ def saving(folder, how):
     return ModelCheckpoint(folder, save_top_k=-1, **SAVED[how])
 
 
+@cache
+def uninterrupted(*length):
+    return trained(dots(), **dict(length))
+
+
 def killed_and_resumed(folder, how, deaths, workers=0, **length):
     """The images and weights of a whole run, and of the last of several attempts at it."""
-    whole = trained(dots(), **length)
+    whole = uninterrupted(*length.items())
     for dies in [*deaths, None]:
         data = dots(workers=workers)
         options = {"callbacks": saving(folder, how), "enable_checkpointing": True}
@@ -146,12 +150,7 @@ def test_a_killed_run_resumes_exactly(tmp_path, how, length):
     assert torch.equal(weights(whole), weights(resumed))
 
 
-AGAIN = [
-    ("mid-epoch", 1, 1, 1.0),
-    ("last batch", 1, 0, 4),
-    ("end of epoch", 0, 1, 4),
-    ("last batch", 0, 1, 1.0),
-]
+AGAIN = [("mid-epoch", 1, 1, 1.0), ("last batch", 0, 0, 4), ("end of epoch", 0, 1, 4)]
 
 
 @pytest.mark.parametrize(("how", "workers", "validate", "limit"), AGAIN)

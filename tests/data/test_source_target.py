@@ -38,16 +38,12 @@ def test_both_sets_go_together_and_the_target_has_no_labels():
     assert sorted(index.tolist()) == list(range(40))
     known = [image for image, _ in Blobs(test_size=40).source(False)]
     assert all(torch.equal(image, known[i]) for image, i in zip(x, index, strict=True))
-    order = {
-        name: [[b[name][2].tolist() for b in epoch] for epoch in (first, second)]
-        for name in ("source", "target")
-    }
-    assert order["source"][0] != order["source"][1]
-    assert order["target"][0] != order["target"][1]
+    for name in ("source", "target"):
+        assert [b[name][2].tolist() for b in first] != [b[name][2].tolist() for b in second]
     plain = Blobs()
     plain.setup("fit")
     expected = [batch[2].tolist() for batch in plain.train_dataloader()]
-    assert order["source"][0] == expected[:3]
+    assert [b["source"][2].tolist() for b in first] == expected[:3]
     pairs = dict(enumerate(Blobs().source(True)))
     for batch in first:
         for image, label, i in zip(*batch["source"], strict=True):

@@ -261,24 +261,22 @@ ATTACKS = {
 }
 
 
-@pytest.mark.parametrize(
-    "before", [lambda x: x.sqrt() ** 2, log_of_exp, lambda x: x.clamp(0.0, 1.0)]
-)
-def test_attacks_recover_where_gradients_fail_at_the_bounds(before):
+def test_attacks_recover_where_gradients_fail_at_the_bounds():
     """Black pixels have no gradient: taken just inside, no attack leaves more."""
     x, y = batch(100)
     x = (3 * x - 1).clamp(0, 1)
-    found, plain = (evaluate(Around(f), ATTACKS, [(x, y)]) for f in (before, None))
+    plain = evaluate(Around(), ATTACKS, [(x, y)])
     assert not plain.findings
-    for name in ATTACKS:
-        assert found.accuracy(name) <= plain.accuracy(name) + 0.02
-        assert found.blind(name) == 0
-    notes = [finding.name for finding in found.findings if finding.severity == "note"]
-    assert notes == ["recovered"] or torch.equal(found.scores, plain.scores)
+    for before in (lambda x: x.sqrt() ** 2, log_of_exp, lambda x: x.clamp(0.0, 1.0)):
+        found = evaluate(Around(before), ATTACKS, [(x, y)])
+        for name in ATTACKS:
+            assert found.accuracy(name) <= plain.accuracy(name) + 0.02
+            assert found.blind(name) == 0
+        notes = [finding.name for finding in found.findings if finding.severity == "note"]
+        assert notes == ["recovered"] or torch.equal(found.scores, plain.scores)
 
 
-@pytest.mark.parametrize("size", [COUNT, 10])
-def test_blindness_is_counted_on_every_image(size):
+def test_blindness_is_counted_on_every_image():
     """Also in small groups, and only of images that are right without an attack."""
     x, y = batch()
     half = torch.arange(COUNT) % 2 == 0
@@ -289,7 +287,7 @@ def test_blindness_is_counted_on_every_image(size):
         seen = x[:, :, :1, :1] > 0.5
         return torch.where(seen, x.detach(), x)
 
-    found = evaluate(Around(cut), PLAIN | {"square": Square(THREAT, 5)}, [(x, y)], group_size=size)
+    found = evaluate(Around(cut), PLAIN | {"square": Square(THREAT, 5)}, [(x, y)], group_size=10)
     right = found.per_image("clean") > 0
     assert found.blind("pgd") == pytest.approx(float(half[right].float().mean()))
     assert found.blind("worst") == found.blind("pgd")

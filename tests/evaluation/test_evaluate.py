@@ -5,7 +5,7 @@ from weakref import WeakKeyDictionary
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
@@ -21,12 +21,11 @@ from lightning_rob.modules import AdversarialTraining
 from lightning_rob.nets import SmallCNN
 from lightning_rob.runtime.identity import attack_spec
 from tests.attacks.test_smallest_norm import plane
+from tests.callbacks.test_any_module import trainer
 from tests.tiny import Blobs, TinyNet
 
 THREAT = Threat("linf", 16 / 255)
 ATTACKS = {"weak": PGD(THREAT, 1, 4 / 255), "pgd": PGD(THREAT, 3, 8 / 255)}
-QUIET = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
-QUIET |= {"enable_progress_bar": False, "enable_model_summary": False}
 
 
 class Centering(nn.Module):
@@ -80,18 +79,6 @@ X, Y = data(5).tensors
 def net(seed=0):
     torch.manual_seed(seed)
     return TinyNet().eval()
-
-
-def test_scores_are_those_of_the_callback():
-    torch.manual_seed(0)
-    module, blobs = AdversarialTraining(TinyNet), Blobs(test_size=40)
-    callback = RobustEval(ATTACKS, group_size=16)
-    trainer = Trainer(callbacks=[callback], **QUIET)
-    logged = trainer.test(module, blobs, verbose=False)[0]
-    found = evaluate(module, ATTACKS, blobs.test_dataloader(), group_size=16, progress=False)
-    assert torch.equal(found.scores, callback.result.scores)
-    for name in ("weak", "pgd", "worst"):
-        assert logged[f"test/robust/{name}"] == pytest.approx(found.accuracy(name))
 
 
 def test_numbers_follow_from_the_scores():
@@ -343,9 +330,8 @@ def test_a_shorter_round_does_not_resume_a_longer_one(tmp_path):
 
 def test_the_strongest_attack_has_a_threat_if_it_is_that_of_all():
     batches = DataLoader(data(), 50)
-    assert evaluate(net(), ATTACKS, batches).measurement("worst").details["threat"] == (
-        attack_spec(THREAT)
-    )
+    worst = evaluate(net(), ATTACKS, batches).measurement("worst").details
+    assert worst["threat"] == attack_spec(THREAT)
     far = {**ATTACKS, "far": PGD(Threat("linf", 0.2), 1, 0.2)}
     worst = evaluate(net(), far, batches).measurement("worst").details
     assert "threat" not in worst
@@ -412,9 +398,8 @@ def test_a_callback_that_had_finished_before_a_crash_attacks_no_more(tmp_path):
     module, blobs = AdversarialTraining(TinyNet), Blobs(test_size=40)
 
     def tested(attack, *others):
-        callbacks, logger = [RobustEval({"a": attack}), *others], CSVLogger(tmp_path)
-        trainer = Trainer(accelerator="cpu", logger=logger, callbacks=callbacks)
-        trainer.test(module, blobs, verbose=False)
+        run = trainer(RobustEval({"a": attack}), *others, logger=CSVLogger(tmp_path))
+        run.test(module, blobs, verbose=False)
 
     with pytest.raises(OSError):
         tested(Stopping(), Crash())
@@ -429,15 +414,15 @@ def test_worst_is_over_all_callbacks_that_evaluate_in_an_epoch():
     weak = RobustEval({"weak": ATTACKS["weak"]}, every_n_epochs=2)
     strong = RobustEval({"pgd": ATTACKS["pgd"]})
     callbacks = [weak, strong]
-    trainer = Trainer(max_epochs=3, callbacks=callbacks, **QUIET)
+    run = trainer(*callbacks, max_epochs=3)
     module, blobs = AdversarialTraining(TinyNet), Blobs(test_size=40)
-    trainer.fit(module, blobs)
+    run.fit(module, blobs)
     for _ in range(2):
-        logged = trainer.test(module, blobs, verbose=False)[0]
+        logged = run.test(module, blobs, verbose=False)[0]
         (worst,) = [r for c in callbacks for r in c.results if r.name == "worst"]
         assert worst.details["over"] == ["weak", "pgd"]
         assert "images" not in worst.details  # both have all
         assert [r.name for c in callbacks for r in c.results] == ["clean", "weak", "pgd", "worst"]
         assert logged["test/robust/worst"] <= logged["test/robust/pgd"]
-    Trainer(callbacks=[strong], **QUIET).test(module, blobs, verbose=False)
+    trainer(strong).test(module, blobs, verbose=False)
     assert [r.name for r in strong.results] == ["clean", "pgd", "worst"]

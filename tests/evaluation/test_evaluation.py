@@ -6,7 +6,6 @@ from statistics import fmean
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
@@ -35,24 +34,18 @@ from lightning_rob.evaluation import (
 )
 from lightning_rob.evaluation.groups import GroupQueue, served_positions
 from lightning_rob.evaluation.protocol import AttackerDefenderSession
-from lightning_rob.metrics import robust_accuracy, wilson, wilson_over_draws
+from lightning_rob.metrics import robust_accuracy, wilson
 from lightning_rob.modules import AdversarialTraining
 from lightning_rob.rules import majority, mean_probs
 from lightning_rob.tables import table_text
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import GaussianNoise, HorizontalFlip
+from tests.callbacks.test_any_module import trainer
 from tests.forked import Forked
 from tests.tiny import Blobs, TinyNet
 
 NOTHING = PGD(Threat("linf", 1e-9), 1, 1e-9)
 ATTACKS = 9
-QUIET = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
 
 
 def test_groups_are_of_positions_whatever_their_order():
@@ -231,7 +224,7 @@ def test_where_predictions_depend_on_the_batch_one_attack_is_chosen():
 SPREADS = {"coins": (1e6, 1e6), "even": (2.0, 1.0), "mostly sure": (0.6, 0.2)}
 
 
-@pytest.mark.parametrize("inferences", [1, 2, 10])
+@pytest.mark.parametrize("inferences", [1, 2, 3, 10])
 @pytest.mark.parametrize("spread", list(SPREADS))
 def test_attacks_that_do_nothing_do_not_bias_the_worst(spread, inferences):
     """Independent noise for every attack, images that are right with probability p ~ Beta."""
@@ -320,59 +313,37 @@ def test_randomness_is_noticed(kind):
     assert is_random(make(), x, torch.arange(8)) is expected
 
 
-def runs_of_nothing(defense, inferences, runs, n=50):
-    """Scores [n, 1 + 9, R] by run: clean, and nine attacks that change nothing.
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_attacks_that_do_nothing_are_scored_by_the_draws_of_clean_images(kind):
+    """As RobustEval plays it: the worst of nine is the clean accuracy, without the luck of a draw.
 
-    Runs are images of other indices; where predictions depend on the batch, rounds of their own.
+    Of a defense that adapts each inference is a private draw.
     """
     torch.manual_seed(0)
-    joint = defense.transductive
-    draws, asked = (inferences, 1) if joint else (1, inferences)
-    x = torch.rand(n, 3, 4, 4)
-    y = torch.where(torch.rand(n) < 0.7, defense.adapted_model(x).argmax(1), torch.randint(4, (n,)))
-    together = 1 if joint else 40
-    images, labels = x.repeat(together, 1, 1, 1), y.repeat(together)
-    index = torch.arange(together * n)
-    nothing = NoAttack(NOTHING.threat)
-    for start in range(0, runs, together):
-        scores = []
-        for name in range(1 + ATTACKS):
-            match = AttackerDefenderSession(
-                nothing, defense, 0, 0, name, private=(0, 0), draws=draws
-            )
-            found = match.step(images, labels, index + start * n, asked)[1]
-            scores.append(torch.stack([robust_accuracy(a, labels) for a in found], 1))
-        yield from torch.stack(scores, 1).split(n)
-
-
-@pytest.mark.parametrize("inferences", [1, 3])
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_the_worst_of_nine_attacks_that_do_nothing_is_the_clean_accuracy(kind, inferences):
-    """As RobustEval plays it; in at least 94 % of the runs within the 95 % interval."""
     defense, (_, random) = KINDS[kind][0](), KINDS[kind]
-    joint, inside = defense.transductive, 0
-    runs = 100 if joint else 200  # an adapting defense plays one after another
-    found = list(runs_of_nothing(defense, inferences, runs))
-    for scores in found:
-        by_draw = scores[:, 0].mean(0).tolist() if joint else [float(scores[:, 0].mean())]
-        low, high = wilson_over_draws(by_draw, len(scores))
-        worst = worst_case([(torch.arange(len(scores)), scores)], random, joint).scores
-        inside += low <= float(worst.mean()) <= high
-    assert len(found) == runs
-    assert inside >= 0.94 * len(found)
+    joint, nothing, index = defense.transductive, NoAttack(NOTHING.threat), torch.arange(50)
+    x, y = torch.rand(50, 3, 4, 4), torch.randint(4, (50,))
+    draws, asked = (4, 1) if joint else (1, 4)
+    scores = []
+    for name in range(1 + ATTACKS):
+        match = AttackerDefenderSession(nothing, defense, 0, 0, name, private=(0, 0), draws=draws)
+        found = match.step(x, y, index, asked)[1]
+        scores.append(torch.stack([robust_accuracy(a, y) for a in found], 1))
+    assert all(torch.equal(scores[0], each) for each in scores[1:])
+    assert (len(scores[0].unique(dim=1).T) > 1) == (random or joint)  # draws differ
+    worst = worst_case([(index, torch.stack(scores, 1))], random, joint).scores
+    assert float(worst.mean()) == pytest.approx(float(scores[0].mean()))
 
 
-def evaluate(module, *callbacks, data=None, **trainer):
-    run = Trainer(callbacks=list(callbacks), **QUIET | trainer)
+def evaluate(module, *callbacks, data=None, **options):
+    run = trainer(*callbacks, **options)
     return run.test(module, data or Blobs(test_size=33), verbose=False)[0]
 
 
-@pytest.mark.parametrize("inferences", [1, 10])
-def test_nine_attacks_that_do_nothing_leave_a_random_defense_as_it_is(inferences):
+def test_nine_attacks_that_do_nothing_leave_a_random_defense_as_it_is():
     torch.manual_seed(0)
     module = AdversarialTraining(TinyNet, defense=lambda net: Single(Noisy(net)))
-    attacks = {f"nothing_{i}": NOTHING for i in range(ATTACKS)}
-    callback = RobustEval(attacks, inferences=inferences)
+    callback = RobustEval({f"nothing_{i}": NOTHING for i in range(ATTACKS)}, inferences=10)
     evaluate(module, callback, data=Blobs(test_size=200))
     clean, worst = callback.results[0], callback.results[-1]
     assert callback.result.random
@@ -387,9 +358,7 @@ def test_private_draws_widen_the_interval_and_are_recorded():
     for callback in (one, many):
         evaluate(module, callback)
     assert many.result.scores.shape == (33, 2, 5)
-    assert torch.equal(
-        many.result.scores[..., 0], one.result.scores[..., 0]
-    )  # the first is the same
+    assert torch.equal(many.result.scores[..., 0], one.result.scores[..., 0])  # as the first
     assert one.results[0].details["interval_covers"] == "images"
     for result in many.results:
         spread = result.interval[1] - result.interval[0]
@@ -496,7 +465,7 @@ class Sampled(Blobs):
 
 
 @pytest.mark.parametrize(
-    ("data", "options", "trainer", "group_size", "images"),
+    ("data", "options", "limits", "group_size", "images"),
     [
         (Endless(test_size=33), {}, {}, None, (33, 33)),
         (Weighted(test_size=33), {"group_size": 7}, {}, 7, (1, 19)),
@@ -504,10 +473,10 @@ class Sampled(Blobs):
         (Blobs(test_size=33), {"max_images": 5}, {"limit_test_batches": 1}, 128, (5, 5)),
     ],
 )
-def test_which_images_count(data, options, trainer, group_size, images):
+def test_which_images_count(data, options, limits, group_size, images):
     """All of a stream; each image that a sampler repeats once; a choice after limits on batches."""
     callback = RobustEval({"pgd": NOTHING}, **options)
-    evaluate(AdversarialTraining(TinyNet), callback, data=data, **trainer)
+    evaluate(AdversarialTraining(TinyNet), callback, data=data, **limits)
     result, index = callback.results[0], callback.result.index.tolist()
     assert (result.details["group_size"], result.n) == (group_size, len(set(index)))
     assert images[0] <= result.n <= images[1]

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-import yaml
 from torch import nn
 
 from lightning_rob.attacks import GMSA, PGD, Attack, NoAttack
@@ -75,11 +74,12 @@ def match(attack, defense, attacker_sees_state=False):
 
 
 def test_a_stateful_defense_goes_on_with_what_it_has_become():
-    game = match(Reader(), Diary())
-    pages = game.defenders[0][0].pages
+    """Each round has randomness of its own."""
+    pages = match(Reader(), Diary()).defenders[0][0].pages
     assert len(pages) == 6
     seen = [(len(x), round(float(x.sum()), 3)) for x, _, _ in batches()]
     assert [page[:2] for page in pages[::2]] == seen
+    assert len({*(page[2] for page in pages[::2]), *pages[1::2]}) == 6
 
 
 def test_a_stateless_defense_begins_anew_and_leaves_nothing():
@@ -106,14 +106,8 @@ def test_an_attacker_sees_the_state_only_if_it_leaks():
 @pytest.mark.parametrize("attacker_sees_state", [False, True])
 def test_rehearsals_never_change_what_the_defender_draws(attacker_sees_state):
     games = [match(Reader(count), Diary(), attacker_sees_state) for count in (0, 1, 7)]
-    assert games[0].defenders[0][0].pages == games[1].defenders[0][0].pages
-    assert games[0].defenders[0][0].pages == games[2].defenders[0][0].pages
-
-
-def test_each_round_has_randomness_of_its_own():
-    pages = match(Reader(), Diary()).defenders[0][0].pages
-    drawn = [page[2] for page in pages[::2]] + list(pages[1::2])
-    assert len(set(drawn)) == 6
+    first, *others = [game.defenders[0][0].pages for game in games]
+    assert others == [first, first]
 
 
 class Notes(RobustEval):
@@ -184,11 +178,8 @@ def test_some_images_are_played_in_full_rounds():
 
 
 def test_two_rounds_in_a_row_are_sorted_by_label():
-    callback, data = (
-        Notes({"pgd": WEAK}, protocol=RoundProtocol("by_label")),
-        Blobs(33 + 63, 33, 4, 8),
-    )
-    evaluate(callback, data=data)
+    callback = Notes({"pgd": WEAK}, protocol=RoundProtocol("by_label"))
+    evaluate(callback, data=(data := Blobs(33 + 63, 33, 4, 8)))
     labels = [data.parts["test"][i][1] for i in range(33)]
     expected = []
     for start in range(0, 33, 16):
@@ -215,40 +206,26 @@ def test_the_figure_is_that_of_the_game_by_hand():
 
 def test_two_processes_play_the_rounds_of_one(tmp_path):
     gmsa = {"class_path": "lightning_rob.attacks.GMSA", "init_args": {"inner": pgd(), "rounds": 2}}
-    net = {
-        "class_path": "lightning_rob.nets.SmallCNN",
-        "init_args": {"classes": 4, "channels": 3, "width": 4},
+    init = {"classes": 4, "channels": 3, "width": 4}
+    net = {"class_path": "lightning_rob.nets.SmallCNN", "init_args": init}
+    init = {"net": net, "defense": "lightning_rob.defenses.DENT"}
+    model = {"class_path": "AdversarialTraining", "init_args": init}
+    rounds = {"order": "by_label", "images": 8}
+    callback = robust_eval({"gmsa": gmsa, "pgd": pgd()}, protocol=rounds)
+    config = recipe(tmp_path, model=model, **{"trainer__callbacks+": [callback]})
+    run("test", "--config", config)
+    one = {r["name"]: r for r in records(tmp_path)}
+    assert one["gmsa"]["protocol"] == rounds | {"defender": "stateless"}
+    assert one["gmsa"]["attack"]["class_path"] == "lightning_rob.GMSA"
+    assert one["gmsa"]["attack"]["init_args"]["inner"]["class_path"] == "lightning_rob.PGD"
+    assert one["gmsa"]["n"] == 33
+    (tmp_path / "run/version_0/robust.jsonl").unlink()
+    two_ranks("test", "--config", config, *TWO)
+    two = {r["name"]: r for r in records(tmp_path)}
+    assert {n: (r["accuracy"], r["n"]) for n, r in two.items()} == {
+        n: (r["accuracy"], r["n"]) for n, r in one.items()
     }
-    model = {
-        "class_path": "AdversarialTraining",
-        "init_args": {"net": net, "defense": "lightning_rob.defenses.DENT"},
-    }
-    attacks = {"gmsa": gmsa, "pgd": pgd()}
-    callback = robust_eval(attacks, protocol={"order": "by_label", "images": 8})
-    options = {"model": model, "trainer__callbacks+": [callback], "trainer__max_epochs": 1}
-    config = recipe(tmp_path, **options)
-    run("fit", "--config", config)
-    checkpoint = next((tmp_path / "run/version_0/checkpoints").iterdir())
-    content = yaml.safe_load(config.read_text())
-    del content["model"]
-    config.write_text(yaml.safe_dump(content))
-    (fitted,) = [r for r in records(tmp_path) if r["name"] == "gmsa"]
-    assert fitted["protocol"] == {"order": "by_label", "images": 8, "defender": "stateless"}
-    assert fitted["attack"]["class_path"] == "lightning_rob.GMSA"
-    assert fitted["attack"]["init_args"]["inner"]["class_path"] == "lightning_rob.PGD"
-    log = tmp_path / "run/version_0/robust.jsonl"
-    found = []
-    for processes in (1, 2):
-        log.unlink()
-        extra = TWO if processes == 2 else []
-        start = two_ranks if processes == 2 else run
-        start("test", "--config", config, "--ckpt_path", checkpoint, *extra)
-        lines = [r for r in records(tmp_path) if r["stage"] == "test"]
-        found.append({r["name"]: (r["accuracy"], r["n"]) for r in lines})
-    assert found[0] == found[1]
-    assert found[0]["gmsa"][1] == 33
-    one_round = ["--trainer.callbacks.protocol.images=33", *TWO]
-    refused = two_ranks("test", "--config", config, "--ckpt_path", checkpoint, *one_round)
+    refused = two_ranks("test", "--config", config, "--trainer.callbacks.protocol.images=33", *TWO)
     assert refused.returncode == 2
     assert "all 33 images make one round" in refused.stderr
 
@@ -282,14 +259,9 @@ def test_without_a_data_module_of_ours_the_source_must_be_given():
     given = Pupil(TinyNet(), source=(torch.rand(2, 3, 8, 8), torch.tensor([0, 3])))
     give_source(given, lambda: labelled_images(trainer()))
     assert given.adapt(torch.rand(2, 3, 8, 8)).seen[1] == 0
-
-
-@pytest.mark.parametrize(
-    "source", [(torch.rand(2, 1), torch.zeros(3)), (torch.rand(0, 1), torch.zeros(0))]
-)
-def test_a_source_that_cannot_be(source):
-    with pytest.raises(ValueError, match="source must have"):
-        Pupil(TinyNet(), source=source)
+    for images, labels in ((2, 3), (0, 0)):
+        with pytest.raises(ValueError, match="source must have"):
+            Pupil(TinyNet(), source=(torch.rand(images, 1), torch.zeros(labels)))
 
 
 def test_adapted_defenses_share_what_nobody_writes_to():
@@ -309,24 +281,20 @@ def test_untouched_images_stay_as_they_are():
     assert torch.equal(NoAttack(THREAT)(Pupil(TinyNet()), x, torch.zeros(2).long()), x)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"order": "sorted"}, "must be 'natural' or 'by_label'"), ({"images": 0}, "at least 1")],
-)
-def test_what_makes_no_game(options, message):
-    with pytest.raises(ValueError, match=message):
-        RoundProtocol(**options)
+def test_what_makes_no_game():
+    with pytest.raises(ValueError, match="must be 'natural' or 'by_label'"):
+        RoundProtocol(order="sorted")
+    with pytest.raises(ValueError, match="at least 1"):
+        RoundProtocol(images=0)
 
 
-@pytest.mark.parametrize(("rounds", "processes"), [(1, 1), (2, 8), (8, 8), (9, 2)])
-def test_rounds_that_processes_can_share(rounds, processes):
-    RoundProtocol(images=10).check(None, 10 * rounds, processes)
-
-
-@pytest.mark.parametrize(("processes", "images"), [(2, 5000), (8, 1250), (3, 3334)])
-def test_one_round_is_for_one_process(processes, images):
+def test_one_round_is_for_one_process():
     """The advice leaves no process without a round."""
-    advice = rf"all 10000 images make one round.* of {processes} processes.*--trainer\.devices=1"
-    with pytest.raises(ValueError, match=rf"{advice}.*protocol\.images={images} or fewer"):
-        RoundProtocol(images=10_000).check(None, 10_000, processes)
-    RoundProtocol(images=images).check(None, 10_000, processes)
+    for rounds, processes in ((1, 1), (2, 8), (8, 8), (9, 2)):
+        RoundProtocol(images=10).check(None, 10 * rounds, processes)
+    for processes, images in ((2, 5000), (8, 1250), (3, 3334)):
+        advice = rf"all 10000 images make one round.* of {processes} processes"
+        advice += rf".*--trainer\.devices=1.*protocol\.images={images} or fewer"
+        with pytest.raises(ValueError, match=advice):
+            RoundProtocol(images=10_000).check(None, 10_000, processes)
+        RoundProtocol(images=images).check(None, 10_000, processes)

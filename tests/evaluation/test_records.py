@@ -39,17 +39,15 @@ def test_the_card_is_that_of_all_parts_of_an_attack():
 
 
 def test_the_card_holds_all_that_an_attacker_knows():
-    assert threat_model_card(WHITE_BOX)["knowledge"] == PGD.knowledge
-    assert (
-        threat_model_card(PartialBatchAttack(WHITE_BOX, natural=WHITE_BOX))["knowledge"]
-        == PGD.knowledge
-    )
-    partly = PartialBatchAttack(WHITE_BOX, natural=CommonCorruption(GaussianNoise(0.1)))
-    assert (
-        threat_model_card(partly)["knowledge"] == f"{PGD.knowledge}; {CommonCorruption.knowledge}"
-    )
-    both = Strongest((TAA(WHITE_BOX), WHITE_BOX))
-    assert threat_model_card(both)["knowledge"] == f"{TAA.knowledge}; {PGD.knowledge}"
+    noise = CommonCorruption(GaussianNoise(0.1))
+    for attack, kinds in (
+        (WHITE_BOX, (PGD,)),
+        (PartialBatchAttack(WHITE_BOX, natural=WHITE_BOX), (PGD,)),
+        (PartialBatchAttack(WHITE_BOX, natural=noise), (PGD, CommonCorruption)),
+        (Strongest((TAA(WHITE_BOX), WHITE_BOX)), (TAA, PGD)),
+    ):
+        known = "; ".join(kind.knowledge for kind in kinds)
+        assert threat_model_card(attack)["knowledge"] == known
 
 
 def test_a_result_is_the_same_after_writing_and_reading(tmp_path):

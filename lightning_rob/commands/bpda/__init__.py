@@ -41,9 +41,6 @@ class BpdaConfig(CommandConfig):
         max_images: the first N training images; else all
         device: cpu, cuda; else cuda where there is one
         seed: of the training
-
-    Raises:
-        ValueError: no folder, or a number that is too small.
     """
 
     positional: ClassVar[str] = ""

@@ -9,7 +9,6 @@ import torch
 import yaml
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 from tqdm import tqdm
 
 from lightning_rob.commands.bpda import BpdaConfig
@@ -29,19 +28,20 @@ from lightning_rob.transforms.nondifferentiable import ALL as NONDIFFERENTIABLE
 
 
 def run(config: BpdaConfig, data: ImageData) -> None:
-    """Train the missing networks, and print the table.
-
-    Raises:
-        ValueError: the transforms cannot be built.
-        OSError: a file cannot be written.
-    """
+    """Train the missing networks, and print the table."""
     transforms = build_transforms(config.transforms)
     device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
     data.setup("fit")
     train: Any = data.parts["train"]
     part = IndexedSubset(train.source, train.indices[: config.max_images], data.preprocessing())
     images = torch.stack([x for x, *_ in map(part.__getitem__, range(len(part)))]).to(device)
-    skipped = {name: reason for name, t in transforms.items() if (reason := _unfit(t, images))}
+    skipped = {}
+    for name, transform in transforms.items():  # some take images of certain shapes only
+        try:
+            with torch.no_grad():
+                transform(images[:1], *transform.sample(images[:1], torch.Generator()))
+        except (ValueError, RuntimeError) as error:
+            skipped[name] = str(error).splitlines()[0]
     folder = config.out or Path()  # which the config has checked
     usable = {name: t for name, t in transforms.items() if name not in skipped}
     paths = {name: place_of(folder, t, images.shape[1:]) for name, t in usable.items()}
@@ -76,15 +76,7 @@ def run(config: BpdaConfig, data: ImageData) -> None:
 
 
 def build_transforms(chosen: Mapping[str, Any] | str) -> dict[str, Transform]:
-    """Return the transforms of `--transforms` by name.
-
-    Args:
-        chosen: arguments of each transform by its name, also as YAML; names separated by commas;
-            "all" or "nondifferentiable".
-
-    Raises:
-        ValueError: not YAML, or no such transform.
-    """
+    """Return the transforms of `--transforms` by name."""
     kinds: list[type[Transform]] = [*NONDIFFERENTIABLE]
     if chosen == "all":
         kinds = [*catalogue().values(), Bilateral, *kinds]
@@ -100,16 +92,6 @@ def build_transforms(chosen: Mapping[str, Any] | str) -> dict[str, Transform]:
         names = [name.strip() for name in str(content).split(",") if name.strip()]
         chosen = content if isinstance(content, dict) else {name: {} for name in names}
     return named(chosen)
-
-
-def _unfit(transform: Transform, images: Tensor) -> str:
-    """Return why a transform does not take such images; "" if it does."""
-    try:
-        with torch.no_grad():
-            transform(images[:1], *transform.sample(images[:1], torch.Generator()))
-    except (ValueError, RuntimeError) as error:
-        return str(error).splitlines()[0]
-    return ""
 
 
 def print_table(networks: Mapping[str, Mapping[str, Any]]) -> None:

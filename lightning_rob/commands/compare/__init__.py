@@ -27,9 +27,6 @@ class CompareConfig(CommandConfig):
             compares the worst of all attacks only
         fail_if_worse: exit code 1 if a row fell by this share or more, with p < 0.05
         markdown: write the table to FILE.md
-
-    Raises:
-        ValueError: options that exclude each other, or another number of records.
     """
 
     positional: ClassVar[str] = "records"

@@ -30,17 +30,7 @@ MIN_IMAGES = 10  # fewer are too few to judge a difference
 
 @dataclass(frozen=True)
 class Comparison:
-    """The comparison of two accuracies on the same images, a row of the table.
-
-    Args:
-        name: title of the row.
-        before: mean score of the first.
-        after: mean score of the second.
-        lost: number of images whose score fell.
-        won: number of images whose score rose.
-        paired: difference, interval and test.
-        p: p of the test, adjusted by Holm over all rows.
-    """
+    """The comparison of two accuracies on the same images, a row of the table."""
 
     name: str
     before: float
@@ -66,20 +56,20 @@ class Comparison:
 
 
 def run(config: CompareConfig) -> None:
-    """Print the comparison, and what else distinguishes the records.
-
-    Raises:
-        SystemExit: with code 1 if an accuracy fell by `fail_if_worse` or more.
-        ValueError: the records are not of the same images or, for `fail_if_worse`, of the same
-            attacks.
-    """
+    """Print the comparison, and what else distinguishes the records."""
     records = [_read(path) for path in config.records]
     one, other = records[0], records[-1]
     differing = list(_other_differences(records, config))
     if config.fail_if_worse is not None:
         _check_gate(one, other, config)
-    pairs = _attacks(one) if len(records) == 1 else _common(one, other, config)
-    found = compared(list(pairs))
+    if len(records) == 1:
+        first, *others = one.attacks
+        if not others:
+            raise ValueError(f"{one.path} has one attack, {first}: give a second record")
+        pairs = [(f"{first} → {name}", one.scores[first], one.scores[name]) for name in others]
+    else:
+        pairs = list(_common(one, other, config))
+    found = compared(pairs)
     print_comparison(" and ".join(str(path) for path in config.records), found)
     for line in differing:
         Console().print(visible(line), style="yellow", markup=False)
@@ -93,7 +83,7 @@ def run(config: CompareConfig) -> None:
 
 
 def _read(path: Path) -> ResultFile:
-    """Read a record; of a folder name the records in it."""
+    """Read a record; the error for a folder names the records in it."""
     if not path.is_dir():
         return read_result_file(path)
     files = sorted(str(file) for file in path.rglob("*.csv") if file.parent.name == "images")
@@ -144,7 +134,7 @@ def _check_gate(one: ResultFile, other: ResultFile, config: CompareConfig) -> No
 
 
 def _other_differences(records: Sequence[ResultFile], config: CompareConfig) -> Iterator[str]:
-    """Yield differences of two records that might be the cause, beside their checkpoints."""
+    """Yield what else distinguishes two records, beside their checkpoints."""
     cards = [record.card for record in records]
     for name in CONDITIONS:
         values = [card.get(name) for card in cards]
@@ -159,15 +149,6 @@ def _other_differences(records: Sequence[ResultFile], config: CompareConfig) -> 
         if None not in specs and (apart := ", ".join(differences(specs[0], specs[-1]))):
             title = first if first == second else f"{first} → {second}"
             yield f"They differ in the attack {title}: {apart}"
-
-
-def _attacks(record: ResultFile) -> Iterator[Pair]:
-    """Yield each attack of a record beside the first."""
-    first, *others = record.attacks
-    if not others:
-        raise ValueError(f"{record.path} has one attack, {first}: give a second record")
-    for name in others:
-        yield f"{first} → {name}", record.scores[first], record.scores[name]
 
 
 def _common(one: ResultFile, other: ResultFile, config: CompareConfig) -> Iterator[Pair]:
@@ -213,13 +194,7 @@ def print_comparison(
 def markdown(
     found: Sequence[Comparison], worse: Sequence[Comparison], differing: Sequence[str]
 ) -> str:
-    """Return a Markdown table of comparisons; those that are worse first, as a list.
-
-    Args:
-        found: all comparisons.
-        worse: those that fell by more than is allowed.
-        differing: what else distinguishes the records.
-    """
+    """Return a Markdown table of comparisons; those that are worse first, as a list."""
     lines = [f"- **worse:** {plain(comparison.text)}" for comparison in worse]
     lines += [""] * bool(worse)
     lines += [f"| accuracy | {' | '.join(COLUMNS)} |", "|---" + "|--:" * len(COLUMNS) + "|"]
@@ -229,7 +204,6 @@ def markdown(
 
 
 def _cells(comparison: Comparison) -> list[str]:
-    """Return the cells of a comparison, one for each of `COLUMNS`."""
     (low, high), p = comparison.paired.interval, comparison.p
     return [
         f"{comparison.before:.1%}",

@@ -41,10 +41,6 @@ class ExportConfig(CommandConfig):
         out: FILE.pt2 or FILE.onnx, the program; or the folder
         images: N test images on which predictions are compared; of a program
         format: pt2, onnx or safetensors; default: that of the file's name
-
-    Raises:
-        ValueError: another kind of file, or a number below 1.
-        ModuleNotFoundError: a package of the extra `onnx` is missing.
     """
 
     usage: ClassVar[str] = "CHECKPOINT --out FILE [options of test]"

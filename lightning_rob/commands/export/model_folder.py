@@ -13,8 +13,8 @@ from lightning_rob.callbacks.loggers import run_folder
 from lightning_rob.commands.base import Run
 from lightning_rob.commands.checkpoints import RECIPE, SAVED, read_checkpoint
 from lightning_rob.commands.report.blocks import Block, Heading, Paragraph, markdown, table
-from lightning_rob.commands.report.evaluation import accuracy_table, attack_table, evaluation
 from lightning_rob.commands.report.runs import AttackResult, Evaluations, attack_result, records_in
+from lightning_rob.commands.report.sections import accuracy_table, attack_table, evaluation
 from lightning_rob.commands.specs import class_name, short
 from lightning_rob.evaluation.records import versions
 from lightning_rob.nets.hub import CONFIG, ENTRY, WEIGHTS
@@ -45,16 +45,7 @@ TRAINING = re.compile(
 
 
 def write_model_folder(run: Run, folder: Path) -> None:
-    """Write model.safetensors, config.json and README.md of a run's checkpoint.
-
-    Args:
-        run: with a checkpoint.
-        folder: created if there is none; files of these names are replaced.
-
-    Raises:
-        ValueError: the folder would not be the whole defense.
-        OSError: it cannot be written.
-    """
+    """Write model.safetensors, config.json and README.md of a run's checkpoint."""
     if run.inputs.preprocess is not None:
         raise ValueError(
             "preprocess is an option of a plug-in, which the folder does not hold: normalize "
@@ -165,15 +156,9 @@ def model_card(run: Run) -> str:
 
 
 def recorded(weights: str, logs: Iterable[Path]) -> list[tuple[str, list[AttackResult]]]:
-    """Return data and results of each evaluation of exactly these weights: of all tests, if any.
-
-    The cards of per-image results hold the digest of the attacked defense; records of the same
-    process, stage and step belong to it.
-
-    Args:
-        weights: the defense's `fingerprint`.
-        logs: folders of runs.
-    """
+    """Return data and results of each evaluation of exactly these weights: of all tests, if any."""
+    # The cards of per-image results hold the digest of the attacked defense; records of the same
+    # process, stage and step belong to it.
     evaluations: dict[tuple[Any, ...], list[AttackResult]] = {}
     data: dict[tuple[Any, ...], str] = {}
     cards_of = {card.resolve() for place in logs for card in place.glob("*/images/*.json")}
@@ -191,5 +176,4 @@ def recorded(weights: str, logs: Iterable[Path]) -> list[tuple[str, list[AttackR
 
 
 def _moment(fields: dict[str, Any]) -> tuple[Any, ...]:
-    """Return process, stage and step of a record or card."""
     return tuple(fields.get(name) for name in ("session", "stage", "epoch", "step"))

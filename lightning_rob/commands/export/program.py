@@ -32,11 +32,7 @@ Inputs = tuple[Tensor, ...]
 
 
 def run(config: ExportConfig, run: Run) -> None:
-    """Export the defense of a checkpoint, and print how exact the program is.
-
-    Raises:
-        ValueError: the defense cannot be exported, or the file cannot be written.
-    """
+    """Export the defense of a checkpoint, and print how exact the program is."""
     if run.checkpoint is None:
         raise ValueError("say whose weights: lightning-rob export CHECKPOINT")
     path = config.out or Path()  # which the config has checked
@@ -71,20 +67,6 @@ def export(
 
     The program takes 1 to 4096 images and, for a randomized defense, keys [B] int64: equal keys
     draw equal noise, and the images' indices draw that of `lightning-rob predict`.
-
-    Args:
-        defense: one that is not transductive.
-        path: the file: *.pt2 for torch.export, *.onnx for ONNX.
-        example: [N, C, H, W] images in [0, 1] on which predictions are compared.
-        keys: [N] int64, theirs; None numbers them.
-        seed: seed of the noise, beside the keys.
-
-    Returns:
-        The content of the program's card (`read_card`), and the "largest_difference" of a
-        probability.
-
-    Raises:
-        ValueError: it cannot be exported to such a file, or the program's predictions differ.
     """
     if defense.transductive:
         raise ValueError(
@@ -123,12 +105,7 @@ def read_card(path: Path | str) -> dict[str, Any]:
 
 
 class KeyedDefense(nn.Module):
-    """A defense whose randomness is derived from a second input, as a graph needs it.
-
-    Args:
-        defense: predicts.
-        seed: the seed of `lightning-rob predict`.
-    """
+    """A defense whose randomness is derived from a second input, as a graph needs it."""
 
     def __init__(self, defense: Defense, seed: int) -> None:
         super().__init__()
@@ -155,11 +132,7 @@ class KeyedTransform(nn.Module):
 
 
 def trace(net: KeyedDefense, inputs: Inputs) -> ExportedProgram:
-    """Return the program of a defense, given images [N, C, H, W] and perhaps keys [N].
-
-    Raises:
-        ValueError: there is no such program; names the transforms that prevent it.
-    """
+    """Return the program of a defense, given images [N, C, H, W] and perhaps keys [N]."""
     try:
         return _graph(net, inputs)
     except Exception as error:  # tracing may raise any kind
@@ -179,7 +152,6 @@ def trace(net: KeyedDefense, inputs: Inputs) -> ExportedProgram:
 
 
 def _graph(net: nn.Module, inputs: Inputs) -> ExportedProgram:
-    """Trace a module on a few of the inputs."""
     some = tuple(part[:TRACED_IMAGES] for part in inputs)
     shape = {0: Dim("batch", min=1, max=MAX_IMAGES)}
     with torch.no_grad():
@@ -262,7 +234,6 @@ def _save(program: ExportedProgram, card: str, path: Path, onnx: bool) -> None:
 
 
 def _load(path: Path, onnx: bool) -> tuple[Predict, str]:
-    """Return the program in a file, as a function of its inputs, and its card."""
     if not onnx:
         stored: dict[str, Any] = {CARD: ""}
         with path.open("rb") as file:

@@ -47,10 +47,6 @@ class MonitorConfig(CommandConfig):
         models: YAML file of several models, each with its run and other options
         label: name in notifications and metrics; else the whole path or the URL
         out: for the history; else RUN, for a file NAME_monitor; a URL needs it
-
-    Raises:
-        ValueError: no such folder or file, a URL without `out`, a value without meaning, or a
-            missing package.
     """
 
     positional: ClassVar[str] = "run"
@@ -97,12 +93,7 @@ class MonitorConfig(CommandConfig):
             raise ValueError("metrics need a package: pip install 'lightning-rob[prometheus]'")
 
     def _check_run(self) -> None:
-        """Refuse a run that cannot be watched.
-
-        Raises:
-            MissingRun: there is no such folder or file.
-            ValueError: no run, several, or a URL that cannot be read.
-        """
+        """Refuse a run that cannot be watched."""
         if self.models:
             if self.run or self.label or self.out:
                 raise ValueError("--models names each run, label and out: leave out those options")
@@ -173,13 +164,7 @@ class MonitorConfig(CommandConfig):
 
 
 def run(config: MonitorConfig, starts: Mapping[str, Callable[[], Any]]) -> None:
-    """Evaluate each new checkpoint; exit with code 1 after an alarm.
-
-    Args:
-        config: options of the process.
-        starts: functions that return the options of each model by its name, and the function that
-            builds the `Run` of a checkpoint.
-    """
+    """Evaluate each new checkpoint; exit with code 1 after an alarm."""
     from lightning_rob.commands.monitor import loop
 
     loop.run(config, starts)

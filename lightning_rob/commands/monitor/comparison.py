@@ -40,7 +40,7 @@ class CheckpointResults:
     accuracies: dict[str, float]  # by name
     read: Callable[[], Scores]  # returns indices [N] and scores [N] under the worst attack
     fell: bool = False  # judged to be significantly worse than earlier ones
-    blind: float = 0.0  # largest share of images, of any attack, without a gradient to follow
+    blind: float = 0.0  # largest share of images on which an attack had no gradient to follow
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Drop:
     to: str  # "last" or "best"
     since: str  # the earlier checkpoint
     before: float  # its accuracy under the worst attack
-    after: float  # that of the judged checkpoint
+    after: float  # accuracy of the judged checkpoint
     p: float  # two-sided
     p_adjusted: float  # by all comparisons of the history, those to come included
     test: str
@@ -66,18 +66,15 @@ def worst_of(group: Sequence[Fields]) -> Fields:
 
 
 def last_results(history: History, suite: str) -> dict[Identity, CheckpointResults]:
-    """Return the last evaluation of each checkpoint by a suite, the oldest first.
-
-    Evaluations without scores are left out. Only those that are compared are read.
-    """
+    """Return the last evaluation with scores of each checkpoint by a suite, the oldest first."""
     found: dict[Identity, CheckpointResults] = {}
     for *results, event in history.groups():
         if event["event"] != "evaluated" or event["suite"] != suite:
             continue
-        level = event.get("limits", {}).get("drop")  # that of its time
+        level = event.get("limits", {}).get("drop")  # as it was then
         worst = worst_of(results)
         if history.has_scores(worst):
-            found.pop(identity(event), None)  # the order is that of the last evaluations
+            found.pop(identity(event), None)  # ordered by the last evaluation
             found[identity(event)] = CheckpointResults(
                 event["checkpoint"],
                 event["position"],
@@ -108,17 +105,14 @@ def current_results(
 
 
 def change(before: CheckpointResults, after: CheckpointResults) -> Fields:
-    """Return the images that became vulnerable or robust, as a field of an event.
-
-    The p is that of McNemar's exact two-sided test of one against the other.
-    """
+    """Return the images that became vulnerable or robust, as a field of an event."""
     index, old, new = _common(before.read(), after.read())
     was, remains = old >= ROBUST, new >= ROBUST
     return {
         "since": before.checkpoint,
         "newly_vulnerable": index[was & ~remains].tolist(),
         "won_back": index[~was & remains].tolist(),
-        "p": mcnemar(old, new),
+        "p": mcnemar(old, new),  # exact, two-sided
         "test": "McNemar",
     }
 
@@ -132,7 +126,7 @@ def _common(one: Scores, other: Scores) -> tuple[Tensor, Tensor, Tensor]:
 
 def last_before(earlier: Sequence[CheckpointResults], position: float) -> CheckpointResults | None:
     """Return the latest evaluation at this position or an earlier one."""
-    # Of equal positions max returns the first, and the later one counts.
+    # Reversed, because max returns the first of equal positions, and the later one counts.
     until = [other for other in reversed(earlier) if other.position <= position]
     return max(until, key=lambda other: other.position, default=None)
 
@@ -140,21 +134,9 @@ def last_before(earlier: Sequence[CheckpointResults], position: float) -> Checkp
 def drops(
     current: CheckpointResults,
     previous: Sequence[CheckpointResults],
-    judged_before: int | None = None,
+    judged_before: int | None = None,  # None: all earlier ones but the first
 ) -> list[Drop]:
-    """Compare a checkpoint with the last and the best before it, on at least `MIN_IMAGES` images.
-
-    The last is one that had not fallen itself, so that after a fall the alarm stays until a
-    checkpoint recovers.
-
-    Args:
-        current: the checkpoint to be judged.
-        previous: others of the same suite; later ones are left out.
-        judged_before: n - 1; None if each but the first of the earlier ones was judged once.
-
-    Returns:
-        One for each; the last alone where it is also the best.
-    """
+    """Compare a checkpoint with the last and the best before it, if there are enough images."""
     earlier = [other for other in previous if other.position <= current.position]
     earlier.sort(key=lambda other: other.position)  # evaluated in any order, the same is the best
     if not earlier or len(current.read()[0]) < MIN_IMAGES:
@@ -166,6 +148,7 @@ def drops(
     # other.
     k, n = len(earlier), len(earlier) if judged_before is None else judged_before + 1
     factor = SHARES * n**FADING
+    # After a fall the alarm stays until a checkpoint recovers.
     last = next((other for other in reversed(earlier) if not other.fell), earlier[-1])
     best = max(earlier, key=lambda other: other.accuracies[WORST])
     found = [_drop("last", last, current, factor if k == 1 else 2 * factor)]
@@ -203,11 +186,7 @@ def alarms(config: MonitorConfig, current: CheckpointResults, found: Sequence[Dr
 
 
 def violated(config: MonitorConfig, current: CheckpointResults) -> list[str]:
-    """Describe accuracies below their minimum, and too few images for a verdict.
-
-    Raises:
-        ValueError: an accuracy was not measured.
-    """
+    """Describe accuracies below their minimum, and too few images for a verdict."""
     accuracies = {tag(name): accuracy for name, accuracy in current.accuracies.items()}
     found = violations(config.minima, accuracies | {tag("blind"): current.blind}, "monitor")
     images = len(current.read()[0])

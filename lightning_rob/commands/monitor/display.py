@@ -15,7 +15,7 @@ HEAD = ROW.format("checkpoint", "epoch", "step", "clean", "worst", "lost won p")
 
 
 class Display:
-    """Prints the lines that go into the history, after the name of a model if there are several."""
+    """Prints the lines of the history, each after `prefix`."""
 
     def __init__(self, prefix: str = "") -> None:
         self.prefix = prefix
@@ -23,7 +23,7 @@ class Display:
         self.has_head = False
 
     def show(self, lines: Sequence[Fields]) -> None:
-        """Print some lines, the last of which is an event."""
+        """Print lines that end with an event."""
         *results, event = lines
         if event["event"] == "evaluated":
             with suppress(OSError):  # the disk behind stdout may be full
@@ -34,7 +34,6 @@ class Display:
             warn(f"alarm: {self.prefix}{alarm}")
 
     def _row(self, results: dict[str, Fields], event: Fields) -> None:
-        """Print the figures of a checkpoint, and which images it lost and won."""
         if not self.has_head:
             self.console.print(HEAD, style="bold")
             self.has_head = True

@@ -47,7 +47,7 @@ class CheckpointFile:
 
     @property
     def order(self) -> tuple[int, bool, int, str]:
-        """Sorting key: training step; of equal weights first permanent files, then short names."""
+        """Sorting key: training step; for equal steps permanent files first, then short names."""
         name = PurePosixPath(self.name).name
         return self.step, name.startswith("last"), len(name), self.name
 
@@ -70,13 +70,7 @@ class Waiting(NamedTuple):
 class CheckpointFolder:
     """Scans a source, and records checkpoints that appear, are broken or are deleted too soon.
 
-    A version of a checkpoint is read once: its facts stand in the history, and its content stays in
-    memory until it is evaluated, as far as `HELD` allows.
-
-    Args:
-        source: place of the checkpoints.
-        history: record of earlier scans.
-        record: function that records an event.
+    Each version is read once; its content stays in memory until the evaluation, up to `HELD` bytes.
     """
 
     def __init__(self, source: Source, history: History, record: Callable[[Fields], None]) -> None:
@@ -99,16 +93,12 @@ class CheckpointFolder:
         return sorted(new.values(), key=lambda file: file.order)
 
     def scan(self) -> None:
-        """Find files that appeared, changed or disappeared.
-
-        Raises:
-            Unreachable: the source cannot be listed, or none of its files fetched.
-        """
+        """Find files that appeared, changed or disappeared."""
         stamps = self.source.stamps()
         self.found = {n: f for n, f in self.found.items() if stamps.get(n) == f.stamp}
         for name, waiting in list(self.waiting.items()):
             if stamps.get(name) != waiting.stamp:
-                # Of an object that could not be fetched the history has no other trace.
+                # The history has no other trace of an object that could not be fetched.
                 if waiting.key == REFUSED:
                     self.record({"event": "missed", "checkpoint": name, "date": timestamp()})
                 del self.waiting[name]
@@ -122,13 +112,7 @@ class CheckpointFolder:
                 self.record(line | {"event": "missed", "date": timestamp()})
 
     def read(self, file: CheckpointFile) -> Content:
-        """Return the content of a checkpoint, which is read unless it is held, for its evaluation.
-
-        Raises:
-            Replaced: it was replaced or deleted.
-            Unreachable: it cannot be fetched.
-            InputError: it is not a checkpoint, or damaged.
-        """
+        """Return the content of a checkpoint for its evaluation; read it unless it is held."""
         version = file.name, file.stamp
         return (self.held.pop(version, None) or self._read(*version))[0]
 
@@ -146,13 +130,9 @@ class CheckpointFolder:
             return content, path.stat().st_size, file
 
     def _find(self, name: str, stamp: Stamp) -> Refused | None:
-        """Keep a file if it is complete; record it as broken when it stays unreadable for a while.
-
-        Returns:
-            The error of one that cannot be fetched, which the others do not wait for.
-        """
+        """Keep a complete file; record one that stays unreadable for a while as broken."""
         seen = self._event("seen", name, stamp, READ)
-        if seen and "config" in seen:  # that of an earlier version has none
+        if seen and "config" in seen:  # earlier versions wrote none
             known = {key: seen[key] for key in (*FACTS, "config")}
             self.found[name] = CheckpointFile(name, stamp, **known)
         if name in self.found or self._event("broken", name, stamp, READ):
@@ -169,7 +149,7 @@ class CheckpointFolder:
                 refused, reason = error, str(error)
             except Unreachable:
                 raise
-            except Exception as error:  # of any kind: the file is of anybody's making
+            except Exception as error:  # anybody may have made the file
                 reason = str(error) or type(error).__name__
             key = REFUSED if refused else READ
             if waiting is None or waiting.key != key:
@@ -182,7 +162,6 @@ class CheckpointFolder:
         return refused
 
     def _add(self, name: str, stamp: Stamp) -> None:
-        """Read a file, and record that it was seen."""
         content, size, file = self._read(name, stamp)
         epoch, step = (int(content.get(key, 0)) for key in ("epoch", "global_step"))
         config = config_in_checkpoint(content, name)
@@ -195,7 +174,7 @@ class CheckpointFolder:
         self.record({"event": "seen", READ: list(stamp), "config": config} | found.facts)
 
     def _event(self, kind: str, name: str, stamp: Stamp, key: str) -> Fields | None:
-        """Return an event of a version of a checkpoint, whose stamp is in the field `key`."""
+        """Return the event of a checkpoint with this stamp in the field `key`."""
         version = name, list(stamp)
         events = self.history.events(kind)
         return next((e for e in events if (e["checkpoint"], e.get(key)) == version), None)

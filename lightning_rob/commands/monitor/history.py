@@ -45,15 +45,8 @@ def identity(line: Fields) -> Identity:
 class History:
     """The lines of `monitor.jsonl`, which only one process at a time appends to.
 
-    Lines that belong together are written at once, and the last of them has an `event`. A kill may
-    leave a part of such a group after the last event; opening the file cuts it off.
-
-    Args:
-        folder: folder of the file; created if necessary.
-
-    Raises:
-        ValueError: it is open already, or of an earlier version.
-        OSError: it cannot be written.
+    Lines that belong together are written at once, the last one with an `event`. A kill may leave a
+    part of such a group; opening the file cuts it off.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -92,7 +85,7 @@ class History:
             self.file.close()
 
     def append(self, *lines: Fields) -> None:
-        """Append lines, the last of which is an event: all of them or, after an error, none."""
+        """Append lines that end with an event: all of them or, after an error, none."""
         rest = "".join(json.dumps(as_record(line)) + "\n" for line in lines).encode()
         with self.writing:
             end = self.file.seek(0, os.SEEK_END)
@@ -141,18 +134,16 @@ class History:
 
 
 class AlarmState(NamedTuple):
-    """The alarms that are open.
+    """The open alarms."""
 
-    That of a checkpoint has the position of the latest alarmed one: an older checkpoint may be
-    alarmed after it, and one between them must not end both.
-    """
-
-    checkpoint: Fields | None = None  # event of the last alarm since which none recovered
+    # Event of the last alarm since which none recovered, at the position of the latest alarmed one:
+    # an older checkpoint may be alarmed after it, and one between them must not end both.
+    checkpoint: Fields | None = None
     suite: Fields | None = None  # event of a suite that cannot be built, until one is built
 
     @property
     def event(self) -> Fields | None:
-        """The event of an open alarm, that of a checkpoint first."""
+        """The event of an open alarm; a checkpoint comes before the suite."""
         return self.checkpoint or self.suite
 
     def after(self, event: Fields) -> "AlarmState":
@@ -193,12 +184,12 @@ def finding_count(lines: Sequence[Fields]) -> int:
 
 
 def largest_blind(lines: Sequence[Fields]) -> float:
-    """Return the largest share of images, of any attack, without a gradient to follow."""
+    """Return the largest share of images on which an attack had no gradient to follow."""
     return max((line.get("blind") or 0.0 for line in lines), default=0.0)
 
 
 def scalars(lines: Sequence[Fields]) -> dict[str, float]:
-    """Return the figures of some lines, the last of which is an event, by name."""
+    """Return the figures by name of lines that end with an event."""
     *results, event = lines
     change = event.get("change", {})
     found: dict[str, float] = {
@@ -213,15 +204,7 @@ def scalars(lines: Sequence[Fields]) -> dict[str, float]:
 
 
 class TensorBoardHistory:
-    """The history as curves, in event files of its own.
-
-    They are written anew from the history when a monitor starts, so that a kill between the two
-    leaves no gap.
-
-    Args:
-        folder: folder of the event files.
-        history: lines that are written so far.
-    """
+    """The history as curves; written anew when a monitor starts, so that a kill leaves no gap."""
 
     def __init__(self, folder: Path, history: History) -> None:
         for old in folder.glob("events.out.tfevents.*"):
@@ -231,7 +214,7 @@ class TensorBoardHistory:
             self.add(group)
 
     def add(self, lines: Sequence[Fields]) -> None:
-        """Add the points of some lines, the last of which is an event."""
+        """Add the points of lines that end with an event."""
         event, date = lines[-1], None
         with suppress(ValueError):
             date = seconds_of(str(event.get("date")))

@@ -62,17 +62,7 @@ Start = Callable[[], tuple[MonitorConfig, Build]]
 
 
 def run(config: MonitorConfig, starts: Mapping[str, Start]) -> None:
-    """Follow the checkpoints of all sources, one checkpoint at a time.
-
-    Args:
-        config: options of the process.
-        starts: function that returns the options of a source, by name; of a single one "".
-
-    Raises:
-        ValueError: an option without meaning, two sources with one history, or no checkpoint.
-        InputError: the history cannot be written, or the only source cannot be read.
-        SystemExit: with code 2 if one of several sources failed at the end, else 1 after an alarm.
-    """
+    """Follow the checkpoints of all sources, one checkpoint at a time."""
     if hasattr(os, "setpriority"):  # not on Windows; it leaves the processor to the training
         os.setpriority(os.PRIO_PROCESS, 0, max(os.getpriority(os.PRIO_PROCESS, 0), NICE))
     homes: dict[Path, str] = {}
@@ -83,7 +73,7 @@ def run(config: MonitorConfig, starts: Mapping[str, Start]) -> None:
         sources = [Watched(name, start, config, publisher, homes) for name, start in starts.items()]
         for source in sources:
             stack.callback(source.close)
-            with suppress(MissingRun):  # that of one of several may come later
+            with suppress(MissingRun):  # one of several runs may begin later
                 source.prepare()  # any other mistake in the options ends the process at once
         while waiting := [source for source in sources if source.code is None]:
             following = min(waiting, key=lambda source: source.due)
@@ -98,15 +88,7 @@ def run(config: MonitorConfig, starts: Mapping[str, Start]) -> None:
 
 @dataclass(eq=False)
 class Watched:
-    """A source, its history, and the suite by which its checkpoints are evaluated.
-
-    Args:
-        name: name of the source; "" for the only one.
-        start: function that returns its options; raises an error if nothing is there.
-        config: options of the process, until it is opened; then its own.
-        publisher: place of the state of all sources.
-        homes: source of each history, which no other may write.
-    """
+    """A source, its history, and the suite by which its checkpoints are evaluated."""
 
     name: str
     start: Start
@@ -132,11 +114,7 @@ class Watched:
         return f"{self.name}: " if self.name else ""
 
     def prepare(self) -> None:
-        """Read the options, once there is anything to watch.
-
-        Raises:
-            ValueError: another source has the same history, whose lock is of the whole process.
-        """
+        """Read the options, once there is anything to watch."""
         if self.build is None:
             config, build = self.start()
             home = config.home.resolve()
@@ -147,11 +125,7 @@ class Watched:
             self.config, self.build = config, build
 
     def turn(self) -> None:
-        """Take a step; a failure of one of several sources is an alarm, and is tried again.
-
-        Raises:
-            Exception: the only source failed, which ends the process.
-        """
+        """Take a step; if one of several sources fails, alarm and try again later."""
         last = self.config.is_over
         try:
             if self.opened is None:
@@ -208,7 +182,7 @@ class Watched:
         """End, once."""
         if self.opened is not None:
             for logger in self.loggers:
-                with suppress(Exception):  # of any package; the history has the figures
+                with suppress(Exception):  # a logger may raise anything
                     logger.finalize("success")
             opened, self.opened = self.opened, None
             opened.close()
@@ -245,26 +219,20 @@ class Watched:
             self.publisher.update(self.config.name, state)
 
     def pending(self) -> list[CheckpointFile]:
-        """Return the checkpoints that wait for an evaluation, in the order of training.
-
-        The newest waits again `--reevaluate` hours after its last evaluation.
-        """
+        """Return the checkpoints that wait for an evaluation, in the order of training."""
         done = self.done
+        # The newest waits again some hours after its last evaluation.
         if self.config.reevaluate is not None and self.suite and self.folder.files:
             newest = self.folder.files[-1].identity
             events = [e for e in self.history.events("evaluated") if e["suite"] == self.key]
             dates = [seconds_of(e["date"]) for e in events if identity(e) == newest]
-            # A date ahead is that of a clock that was set back.
+            # A date in the future comes from a clock that was set back.
             if dates and abs(time.time() - dates[-1]) >= 3600 * self.config.reevaluate:
                 done = done - {newest}
         return self.folder.pending(done)
 
     def _done(self) -> set[Identity]:
-        """Return the checkpoints that need no evaluation by this suite.
-
-        One whose scores are missing is evaluated again, for later ones are compared with it. Of a
-        single file only the last evaluation counts: an earlier model may be deployed again.
-        """
+        # Later checkpoints are compared by scores: without them a checkpoint is evaluated again.
         done = [
             identity(event)
             for *results, event in self.history.groups()
@@ -272,6 +240,7 @@ class Watched:
             and event["event"] in ("evaluated", "broken")
             and (event["event"] == "broken" or self.history.has_scores(worst_of(results)))
         ]
+        # As a single file an earlier model may be deployed again: only the last evaluation counts.
         return set(done[-1:] if self.config.is_single else done)
 
     def built(self, file: CheckpointFile) -> Run:
@@ -284,10 +253,7 @@ class Watched:
             return self.build(path)
 
     def build_suite(self) -> None:
-        """Build the suite by the recipe of the first checkpoint for which that is possible.
-
-        A mistake in the options fails with every recipe: then the first error is raised.
-        """
+        """Build the suite by the recipe of the first checkpoint for which that is possible."""
         self.suite, self.key = None, ""
         failures: dict[str, Exception] = {}
         for file in self.folder.files:
@@ -299,7 +265,7 @@ class Watched:
                 suite = Suite(built)
                 known = {tag(name): 1.0 for name in (*suite.names, "blind")}
                 violations(self.config.minima, known, "monitor")  # raises for an unknown name
-            except Exception as error:  # of any kind: the file is of anybody's making
+            except Exception as error:  # anybody may have made the file
                 failures[file.recipe] = error
                 continue
             self.loggers = self.loggers or loggers
@@ -308,7 +274,7 @@ class Watched:
             if self.history.alarms().suite:
                 self.record({"event": "restored", "date": timestamp(), "suite": self.key})
             return
-        if failures:
+        if failures:  # a mistake in the options fails with every recipe
             raise next(iter(failures.values()))
 
     def evaluate(self, file: CheckpointFile) -> None:
@@ -321,7 +287,15 @@ class Watched:
         try:
             results = self.results(file)
             again = [e for e in earlier if (e["suite"], *identity(e)) == (self.key, *file.identity)]
-            lines = [self._line(*each, facts, len(again)) for each in results]
+            about = {name: facts[name] for name in ("suite", "weights", "recipe")}
+            about |= {"repeat": len(again)} if again else {}  # a repeat gets files of its own
+            lines = []
+            for result, scores in results:
+                key = cache_key(name=result.name, **about)
+                self.history.scores.write(key, scores)
+                details = result.details | {"reuse": self.history.scores.reference(key)}
+                record = replace(result, details=details).record()
+                lines.append(record | facts | {"stage": "monitor"})
             event = facts | {"event": "evaluated", "date": timestamp(), "session": SESSION}
             current = current_results(file.name, position, results)
             event |= judged(self.config, self.history, self.key, current)
@@ -329,7 +303,7 @@ class Watched:
             return  # the next look finds its successor
         except Unreachable:
             raise
-        except Exception as error:  # of any kind: the others are evaluated
+        except Exception as error:  # of any kind: the other checkpoints are evaluated
             self.recipe = None  # the next one gets a module of its own
             if isinstance(error, OSError) and error.errno in UNWRITABLE:
                 raise
@@ -340,7 +314,7 @@ class Watched:
         self.done = self._done()
 
     def results(self, file: CheckpointFile) -> list[tuple[Result, Scores]]:
-        """Return the results of a checkpoint by the module of its own recipe."""
+        """Evaluate a checkpoint in a module that its own recipe describes."""
         assert self.suite is not None
         if file.recipe != self.recipe:
             self.suite.replace_module(self.built(file).model)
@@ -356,16 +330,8 @@ class Watched:
 
         return self.suite.evaluate(look_in_time)
 
-    def _line(self, result: Result, scores: Scores, facts: Fields, repeat: int) -> Fields:
-        """Write the scores of a result, and return its line; repeated ones get other files."""
-        about = {name: facts[name] for name in ("suite", "weights", "recipe")}
-        key = cache_key(name=result.name, **about, **({"repeat": repeat} if repeat else {}))
-        self.history.scores.write(key, scores)
-        details = result.details | {"reuse": self.history.scores.reference(key)}
-        return replace(result, details=details).record() | facts | {"stage": "monitor"}
-
     def record(self, *lines: Fields) -> None:
-        """Record lines, the last of which is an event, show, log and notify them."""
+        """Record, show, log and notify lines that end with an event."""
         event = lines[-1] | self.outbox.mark(lines[-1])
         lines = (*lines[:-1], event)
         self.history.append(*lines)
@@ -382,20 +348,18 @@ class Watched:
                 logger.log_metrics(figures, lines[-1]["step"])
                 logger.save()
                 self.failing.discard(logger)
-            except Exception as error:  # of any package; the other loggers get theirs
+            except Exception as error:  # any package may raise anything; the other loggers go on
                 if logger not in self.failing:
                     reason = without_secrets(f"{type(error).__name__}: {error}")
                     warn(f"figures could not be logged ({reason})")
                 self.failing.add(logger)
 
     def finish(self) -> None:
-        """Record the exit code: 1 after an alarm since the last end, else 0.
-
-        The last checkpoint is judged by the current options, however old its evaluation is.
-        """
+        """Record the exit code: 1 after an alarm since the last end, else 0."""
         if not self.history.lines:
             raise ValueError(f"there is no checkpoint in {self.config.run}")
         alarmed = bool(self.history.unreported())
+        # The last checkpoint is judged by the current options, however old its evaluation is.
         found = [] if alarmed else final_alarms(self.config, self.history, self.key)
         code = int(alarmed or bool(found))
         self.record({"event": "ended", "date": timestamp(), "alarm": found, "code": code})

@@ -1,5 +1,6 @@
 """Metrics for Prometheus: served over HTTP, or as a file for node exporter's textfile collector."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,12 @@ class Metrics:
                     gauges[name].add_metric([run], value)
             for to, count in state.waiting.items():
                 waiting.add_metric([run, to], count)
-            for name, count in state.counts.items():
+            history = list(state.history.lines)
+            events = Counter(line.get("event") for line in history)
+            counts = {"alarms": sum(len(line.get("alarm", ())) for line in history)}
+            counts |= {"evaluations": events["evaluated"]}
+            counts |= {name: events[name] for name in ("missed", "broken")}
+            for name, count in counts.items():
                 text = f"Number of {name} since the history began."
                 family = CounterMetricFamily(f"lightning_rob_{name}", text, labels=["run"])
                 counters.setdefault(name, family).add_metric([run], count)

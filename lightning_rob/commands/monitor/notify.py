@@ -34,13 +34,7 @@ class Undelivered(Exception):
 
 
 class Outbox:
-    """Decides which events are notified, and delivers them, each destination in its own thread.
-
-    The run is the name of the monitored run in a notification.
-
-    Raises:
-        ValueError: apprise does not understand a URL.
-    """
+    """Decides which events are notified, and delivers them, each destination in its own thread."""
 
     def __init__(self, urls: Sequence[str], history: History, run: str) -> None:
         self.history, self.run = history, run

@@ -1,7 +1,6 @@
 """The state of a monitored run, and how its page shows it."""
 
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,13 +8,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 
-from lightning_rob.commands.monitor.history import (
-    JUDGED,
-    AlarmState,
-    Fields,
-    History,
-    seconds_of,
-)
+from lightning_rob.commands.monitor.history import JUDGED, AlarmState, Fields, History, seconds_of
 from lightning_rob.commands.monitor.notify import kind_of
 from lightning_rob.evaluation.results import WORST
 from lightning_rob.tables import CLEAN
@@ -34,14 +27,6 @@ class Snapshot:
     looked_at: float = field(default_factory=time.time)  # Unix time
 
     @property
-    def counts(self) -> dict[str, int]:
-        """Numbers of events since the history began."""
-        events = Counter(line["event"] for line in self.history.lines if "event" in line)
-        alarms = sum(len(line.get("alarm", ())) for line in self.history.lines)
-        names = {"evaluations": "evaluated", "missed": "missed", "broken": "broken"}
-        return {"alarms": alarms} | {name: events[kind] for name, kind in names.items()}
-
-    @property
     def evaluated_at(self) -> float | None:
         """The end of the last evaluation, Unix time."""
         dates = [event["date"] for event in self.history.events("evaluated")]
@@ -49,10 +34,10 @@ class Snapshot:
 
 
 def newest_group(history: History, suite: str) -> list[Fields]:
-    """Return the lines of the newest checkpoint by a suite, those of its last evaluation."""
+    """Return the lines of the last evaluation of the newest checkpoint by a suite."""
     groups = [g for g in history.groups() if g[-1]["event"] == "evaluated"]
     groups = [g for g in groups if g[-1]["suite"] == suite]
-    # Of equal positions max returns the first, and the later one counts.
+    # Reversed, because max returns the first of equal positions, and the later one counts.
     return max(reversed(groups), key=lambda group: group[-1]["position"], default=[])
 
 
@@ -116,7 +101,7 @@ def alarms_of(history: History) -> Iterator[Fields]:
 
 
 def ago(seconds: float) -> str:
-    """Return a time span in the largest unit of which there are at least two."""
+    """Return a time span in the largest unit that gives a number of at least 2."""
     unit, _, size = next(each for each in UNITS if seconds >= each[1] or each[2] == 1)
     return f"{max(0, seconds) // size:.0f} {unit}"
 

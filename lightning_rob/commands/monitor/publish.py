@@ -40,11 +40,7 @@ Response = tuple[int, Mapping[str, str], bytes]  # status, headers, content
 
 
 class Publisher:
-    """Publishes snapshots over HTTP and as a file, where the options ask for it.
-
-    Raises:
-        InputError: the port cannot be used, or the page's template cannot be read.
-    """
+    """Publishes snapshots over HTTP and as a file, where the options ask for it."""
 
     def __init__(self, config: MonitorConfig) -> None:
         self.looked_at, self.limit = time.monotonic(), LIFE + config.every
@@ -87,7 +83,11 @@ class Publisher:
             return 404, {}, b"only /, /healthz and, with the extra prometheus, /metrics\n"
         # A page on this machine is only for names of this machine: the name of another that was
         # made to lead here belongs to a website, whose scripts could read the page.
-        if self.local and not is_local(_host_of(headers)):
+        try:
+            asked = urlsplit(f"//{headers.get('Host', '')}").hostname or ""  # without the port
+        except ValueError:
+            asked = ""
+        if self.local and not is_local(asked):
             return 403, {}, b"open this page as localhost, or give its address to --serve_host\n"
         text = self.template.render(
             runs=[view(name, snapshot) for name, snapshot in list(self.snapshots.items())],
@@ -155,11 +155,3 @@ def is_local(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return host.lower().rstrip(".") == "localhost"
-
-
-def _host_of(headers: "Message[str, str]") -> str:
-    """Return the host that a browser asked for, without its port."""
-    try:
-        return urlsplit(f"//{headers.get('Host', '')}").hostname or ""
-    except ValueError:
-        return ""

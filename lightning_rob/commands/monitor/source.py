@@ -29,18 +29,18 @@ def without_secrets(text: str) -> str:
 
 
 class Unreachable(InputError):
-    """A source that cannot be listed or read now, and perhaps later."""
+    """A source cannot be listed or read now, but perhaps later."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(without_secrets(reason))  # it may name a server with its password
 
 
 class Refused(Unreachable):
-    """A single checkpoint that cannot be fetched now, of a source that can be listed."""
+    """One checkpoint cannot be fetched now, although the source can be listed."""
 
 
 class Replaced(InputError):
-    """A checkpoint that was replaced or deleted while it was read."""
+    """A checkpoint was replaced or deleted while it was read."""
 
 
 class Source(ABC):
@@ -52,14 +52,7 @@ class Source(ABC):
 
     @abstractmethod
     def local(self, name: str, stamp: Stamp) -> AbstractContextManager[Path]:
-        """Give the path of a checkpoint's file, with its manifest beside it, during a block.
-
-        Raises:
-            Refused: it cannot be fetched, but the source can be listed.
-            Unreachable: nothing can be fetched.
-            Replaced: it has another stamp now.
-            InputError: it is no checkpoint.
-        """
+        """Give the path of a checkpoint's file, with its manifest beside it, during a block."""
 
 
 class LocalFolder(Source):
@@ -84,7 +77,7 @@ class LocalFolder(Source):
 
     @contextmanager
     def local(self, name: str, stamp: Stamp) -> Iterator[Path]:
-        """Give the file itself; an error of one that changes meanwhile is that it changed."""
+        """Give the file itself; raise `Replaced` if it changes during the block."""
         path = self.paths[name]
         try:
             yield path
@@ -120,11 +113,7 @@ class RemoteSource(Source):
 
 
 class Bucket(RemoteSource):
-    """A folder of checkpoints, or a single one, at a URL of fsspec such as `s3://bucket/run`.
-
-    Raises:
-        Unreachable: the file system cannot be opened.
-    """
+    """A folder of checkpoints, or a single one, at a URL of fsspec such as `s3://bucket/run`."""
 
     def __init__(self, url: str, cache: Path) -> None:
         super().__init__(cache)
@@ -135,7 +124,7 @@ class Bucket(RemoteSource):
             self.files, self.root = url_to_fs(url)
         except Exception as error:  # of any package
             raise Unreachable(f"{url} cannot be opened: {_reason(error)}") from error
-        # Of http the path is the whole URL, whose two slashes a `PurePosixPath` would join.
+        # The path of http is the whole URL, whose two slashes a `PurePosixPath` would join.
         folder, _, name = self.root.rpartition("/")
         self.single = name if name.endswith(".ckpt") else ""
         self.top = folder if self.single else self.root.rstrip("/")
@@ -174,7 +163,6 @@ class Bucket(RemoteSource):
             raise Replaced(f"{self.url}: {name} was replaced while it was fetched")
 
     def _listed(self) -> dict[str, dict[str, Any]]:
-        """Return what is known of each object by its name."""
         try:
             self.files.invalidate_cache()
             if not self.single:
@@ -195,18 +183,11 @@ def _manifest_of(name: str) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Return an error's type and first line."""
     return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
 
 
 class RegisteredModel(RemoteSource):
-    """The version of a registered model of MLflow that an alias names; another one is new.
-
-    The server is that of the environment, `MLFLOW_TRACKING_URI` or `MLFLOW_REGISTRY_URI`.
-
-    Raises:
-        Unreachable: there is no such server.
-    """
+    """The version of a registered model of MLflow that an alias names; another one is new."""
 
     def __init__(self, url: str, cache: Path) -> None:
         super().__init__(cache)
@@ -217,6 +198,7 @@ class RegisteredModel(RemoteSource):
         self.model, self.alias = parse_model(url)
         self.download = mlflow.artifacts.download_artifacts
         try:
+            # The server is that of MLFLOW_TRACKING_URI or MLFLOW_REGISTRY_URI.
             self.client: Any = mlflow.MlflowClient()
         except Exception as error:  # of any store
             raise Unreachable(f"{url} cannot be opened: {error}") from error

@@ -21,17 +21,7 @@ from lightning_rob.threat import Threat
 
 
 class Suite:
-    """Evaluates the current weights of a module, without any output.
-
-    Its attacks are those of the trainer's `RobustEval`; without one `default_attacks` in the ball
-    of the training.
-
-    Args:
-        run: module, data and trainer of the first checkpoint; the trainer loses its loggers.
-
-    Raises:
-        ValueError: no attack on the full defense, or several devices.
-    """
+    """Evaluates the current weights of a module by the attacks of its trainer, without output."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.module = run, run.model
@@ -71,11 +61,7 @@ class Suite:
         self.key = cache_key(evaluations=described, **settings | {"model": model})
 
     def replace_module(self, module: Any) -> None:
-        """Evaluate another module from now on, by the same attacks on the same images.
-
-        Raises:
-            ValueError: these attacks are not for its defense.
-        """
+        """Evaluate another module from now on, by the same attacks on the same images."""
         before, after = (as_defense(m).transductive for m in (self.module, module))
         if before != after:
             raise ValueError(
@@ -92,14 +78,7 @@ class Suite:
         return [CLEAN, *attacks, WORST]
 
     def evaluate(self, after_batch: Callable[[], None]) -> list[tuple[Result, Scores]]:
-        """Evaluate the current module.
-
-        Args:
-            after_batch: function that is called after every group of images.
-
-        Returns:
-            Each result, which names the attacked part of the defense, with its scores [N, R].
-        """
+        """Evaluate the current module."""
         for evaluation in self.evaluations:
             evaluation.after_batch = after_batch
         run = self.run
@@ -108,7 +87,7 @@ class Suite:
         full = [result for evaluation, result in pairs if evaluation.target is full_defense]
         worst = worst_over(full)
         found = {WORST: (_on(full_defense, worst_measurement(full)), (worst.index, worst.scores))}
-        # Clean images are those of the full defense, which therefore comes last.
+        # The full defense comes last: its clean images are the ones that stay.
         for evaluation, result in sorted(pairs, key=lambda pair: pair[0].target is full_defense):
             for name, scores in scores_by_name(result).items():
                 found[name] = _on(evaluation.target, result.measurement(name)), scores

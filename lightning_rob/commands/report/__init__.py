@@ -41,9 +41,6 @@ class ReportConfig(CommandConfig):
         runs: folders of runs, or folders above runs
         out: the page, .html; else report.html in RUN, or here if there are several
         template: Jinja template of the page, which may extend "page.html"
-
-    Raises:
-        ValueError: no run.
     """
 
     positional: ClassVar[str] = "runs"
@@ -72,19 +69,7 @@ def run(config: ReportConfig) -> None:
 
 
 def report(folders: Sequence[str | Path], out: Path) -> tuple[Path, Path]:
-    """Write the page of some runs to `out` and Markdown beside it.
-
-    Args:
-        folders: folders of runs, or folders above runs.
-        out: path of the page, which ends in .html; its folder is made.
-
-    Returns:
-        (page, Markdown).
-
-    Raises:
-        ValueError: nothing is recorded, or `out` does not end in .html.
-        FileNotFoundError: a folder does not exist.
-    """
+    """Write the page of some runs to `out` and Markdown beside it."""
     return _write(find_runs(folders), out)
 
 

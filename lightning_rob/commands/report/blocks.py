@@ -5,7 +5,6 @@ import math
 import os
 import re
 from collections.abc import Collection, Iterable, Sequence
-from functools import partial
 from html import escape
 from pathlib import Path
 from typing import NamedTuple, get_args
@@ -156,18 +155,7 @@ def table(
     strong: Collection[int] = (),
     kind: str = "plain",
 ) -> Table:
-    """Return a table; anything but a `Cell` is shown as text.
-
-    Args:
-        caption: text above the table.
-        columns: headings; those that end in ">" are of columns of numbers.
-        rows: rows of as many cells as there are columns.
-        strong: numbers of the rows in bold type.
-        kind: CSS class.
-
-    Raises:
-        ValueError: a row has another number of cells.
-    """
+    """Return a table of texts and cells; a heading that ends in ">" is above numbers."""
     given, *cells = (
         [value if isinstance(value, Cell) else Cell(str(value)) for value in row]
         for row in (columns, *rows)
@@ -222,10 +210,6 @@ def plain(text: object) -> str:
     return re.sub(r"([\\`*\[\]|~])|(?<!\w)(_)|(_)(?!\w)", r"\\\g<0>", line)
 
 
-def _is(kind: type, block: object) -> bool:
-    return isinstance(block, kind)
-
-
 TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent),
     autoescape=select_autoescape(["html"]),
@@ -237,15 +221,12 @@ TEMPLATES.filters["plain"] = plain
 TEMPLATES.filters["clamp"] = lambda share: 100 * min(max(share, 0.0), 1.0)
 TEMPLATES.filters["points"] = lambda points: " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
 # The templates ask for the class of a block by its name: {% if block is Heading %}.
-TEMPLATES.tests |= {kind.__name__: partial(_is, kind) for kind in get_args(Block)}
+for each in get_args(Block):
+    TEMPLATES.tests[each.__name__] = lambda block, kind=each: isinstance(block, kind)
 
 
 def page_template(environment: Environment, path: Path | None) -> Template:
-    """Return `page.html` of an environment, or a template of the user, which may extend it.
-
-    Raises:
-        InputError: it cannot be read.
-    """
+    """Return `page.html` of an environment, or a template of the user, which may extend it."""
     if path is None:
         return environment.get_template("page.html")
     try:
@@ -260,6 +241,6 @@ def html(blocks: Iterable[Block]) -> Markup:
 
 
 def markdown(blocks: Iterable[Block]) -> str:
-    """Return blocks as Markdown; of a curve it has nothing."""
+    """Return blocks as Markdown, which has no curves."""
     shown = [block for block in blocks if not isinstance(block, Curve)]
     return TEMPLATES.get_template("blocks.md").render(blocks=shown)

@@ -31,7 +31,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_matrix(value: Any) -> bool:
-    """Return whether a value is a list of rows of numbers, all of one length."""
+    """Return whether a value is a list of equally long rows of numbers."""
     is_table = isinstance(value, list) and all(isinstance(row, list) for row in value)
     if not (is_table and value and value[0] and len(set(map(len, value))) == 1):
         return False
@@ -80,15 +80,11 @@ def records_in(path: Path) -> Iterator[Fields]:
 
 @dataclass(frozen=True)
 class AttackResult:
-    """Accuracy under one attack in one evaluation; `docs/evaluation.md` explains the fields.
+    """Accuracy under one attack in one evaluation; `docs/evaluation.md` explains the fields."""
 
-    The name is that of the attack, or "clean" or "worst"; a stage is "test" or "val". The accuracy
-    is NaN where no image was attacked, and `attack` is empty for "clean" and "worst".
-    """
-
-    name: str
-    stage: str
-    accuracy: float
+    name: str  # of the attack, or "clean" or "worst"
+    stage: str  # "test" or "val"
+    accuracy: float  # NaN where no image was attacked
     epoch: int = 0
     target: str = WHOLE
     interval: Interval = None
@@ -110,7 +106,7 @@ class AttackResult:
 
     @property
     def is_attack(self) -> bool:
-        """Whether it is of one attack, not of clean images or of the strongest of several."""
+        """Whether this is a single attack, neither "clean" nor "worst"."""
         return self.name not in ("clean", "worst")
 
 
@@ -134,15 +130,13 @@ def by_line(evaluations: Iterable[Mapping[Key, AttackResult]]) -> dict[Key, list
 
 
 class Evaluations:
-    """Results by stage and epoch; of an epoch evaluated twice the last results count.
-
-    A resumed run goes back in time: its earlier results beyond that epoch are dropped.
-    """
+    """Results by stage and epoch; if an epoch was evaluated twice, the last results count."""
 
     def __init__(self, results: Iterable[AttackResult]) -> None:
         self.by_stage: dict[str, dict[int, dict[Key, AttackResult]]] = {}
         for result in results:
             epochs = self.by_stage.setdefault(result.stage, {})
+            # A resumed run goes back in time: what it measured beyond that epoch is dropped.
             for later in [epoch for epoch in epochs if epoch > result.epoch]:
                 del epochs[later]
             epochs.setdefault(result.epoch, {})[result.key] = result
@@ -177,12 +171,6 @@ class Run:
     pictures: list[Path]
 
     @property
-    def empty(self) -> bool:
-        """Whether there is nothing to report."""
-        tables = self.matrices or self.votes or self.sweep or self.monitor or self.audit
-        return not (self.evaluations.by_stage or tables or (self.others and self.pictures))
-
-    @property
     def data(self) -> str:
         """The class of the data, such as "MNIST"."""
         return class_name(setting(self.config, "data", "class_path"))
@@ -202,12 +190,11 @@ def setting(config: Any, *path: str) -> Any:
 
 
 def find_runs(paths: Sequence[str | Path]) -> list[Run]:
-    """Return the runs in these folders and below them, each once, in natural order.
+    """Return the runs in these folders and below them, each once, in natural order."""
 
-    Raises:
-        FileNotFoundError: a folder does not exist.
-        ValueError: not a folder, or nothing is recorded in any of them.
-    """
+    def natural(path: Path) -> list[tuple[int, str]]:  # version_10 after version_9
+        return [(int(part or 0), word) for word, part in re.findall(r"(\D*)(\d*)", str(path))]
+
     folders: dict[Path, Path] = {}
     for path in map(Path, paths):
         if not path.exists():
@@ -215,9 +202,13 @@ def find_runs(paths: Sequence[str | Path]) -> list[Run]:
         if not path.is_dir():
             raise ValueError(f"{path} is a file; give the folder of a run, such as {path.parent}")
         files = [*path.rglob("*.jsonl"), *path.rglob(AUDIT)]
-        for folder in sorted({file.parent for file in files}, key=_natural):
+        for folder in sorted({file.parent for file in files}, key=natural):
             folders.setdefault(folder.resolve(), folder)
-    runs = [run for folder in folders.values() if not (run := read_run(folder)).empty]
+    runs = []
+    for run in map(read_run, folders.values()):
+        tables = run.matrices or run.votes or run.sweep or run.monitor or run.audit
+        if run.evaluations.by_stage or tables or (run.others and run.pictures):
+            runs.append(run)
     if not runs:
         searched = ", ".join(map(str, paths))
         raise ValueError(
@@ -230,15 +221,19 @@ def find_runs(paths: Sequence[str | Path]) -> list[Run]:
     return [replace(run, label=label) for run, label in zip(runs, labels, strict=True)]
 
 
-def _natural(path: Path) -> list[tuple[int, str]]:
-    """Return a key that sorts version_10 after version_9."""
-    return [(int(part or 0), word) for word, part in re.findall(r"(\D*)(\d*)", str(path))]
-
-
 def read_run(folder: Path) -> Run:
-    """Read all records of a folder; their `kind` says what they are, not the file's name."""
+    """Read all records of a folder; the field `kind` names their type, not the file."""
     files = [path for path in sorted(folder.glob("*.jsonl")) if path.name != MONITOR]
-    found = [(path.stem, fields) for path in files for fields in _of_last_test(records_in(path))]
+    found: list[tuple[str, Fields]] = []
+    for path in files:
+        records = list(records_in(path))
+        tests = [fields.get("session") for fields in records if fields.get("stage") == "test"]
+        # The weights of earlier processes may have been others: their tests do not count.
+        found += [
+            (path.stem, fields)
+            for fields in records
+            if fields.get("stage") != "test" or fields.get("session") == tests[-1]
+        ]
     kinds: dict[Any, list[Fields]] = {}
     for _, fields in found:
         if "variable" not in fields:
@@ -267,7 +262,6 @@ def read_run(folder: Path) -> Run:
 
 
 def _audit(path: Path) -> Fields:
-    """Return the audit's record; empty where there is none."""
     try:
         # A pipe of this name would never end.
         found = json.loads(path.read_text(errors="replace")) if path.is_file() else {}
@@ -279,14 +273,7 @@ def _audit(path: Path) -> Fields:
     return {}
 
 
-def _of_last_test(records: Iterable[Fields]) -> list[Fields]:
-    """Drop the tests of earlier processes: their weights may have been others."""
-    kept = list(records)
-    tests = [fields.get("session") for fields in kept if fields.get("stage") == "test"]
-    return [f for f in kept if f.get("stage") != "test" or f.get("session") == tests[-1]]
-
-
 def _last(records: Iterable[Fields], *names: str) -> list[Fields]:
-    """Return the last record by stage and these fields; those of the test if there was one."""
+    """Return the last record for each value of these fields, from the test if there was one."""
     last = {tuple(str(fields.get(key)) for key in ("stage", *names)): fields for fields in records}
     return [f for f in last.values() if f.get("stage") == "test"] or list(last.values())

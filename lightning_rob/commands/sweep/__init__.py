@@ -32,9 +32,6 @@ class SweepConfig(CommandConfig):
         best: the attack under which to find the best value for the defense; over steps or
             neighbours the value at which that attack is strongest
         out: for sweep.jsonl, .md and .png; else sweeps/CHECKPOINT_FINGERPRINT_VARIABLE
-
-    Raises:
-        ValueError: no such variable, or values that it cannot have.
     """
 
     usage: ClassVar[str] = "CHECKPOINT --over VARIABLE --values LIST [options of test]"

@@ -34,12 +34,7 @@ MEASURED = ("random", "private_draws", "interval_covers")  # details known after
 
 
 def run(config: SweepConfig, run: Run) -> None:
-    """Sweep, print the table, and write record, table and figure.
-
-    Raises:
-        ValueError: the variable does not fit the attacks or the defense.
-        Fault: some values failed; table and figure have the others.
-    """
+    """Sweep, print the table, and write record, table and figure."""
     weights = fingerprint(run.defense)
     name = Path(run.checkpoint).stem if run.checkpoint else type(run.model).__name__
     folder = config.out or Path("sweeps") / f"{name}_{weights[:8]}_{config.over}"
@@ -70,25 +65,15 @@ def _reason(error: Exception) -> str:
     return visible(f"{type(error).__name__}: {' '.join(lines)}")
 
 
-def with_count(name: str) -> Callable[[Attack, float], Attack]:
-    """Return the function that sets a count, such as steps, in an attack and in all parts of it."""
-
-    def changed(attack: Attack, count: float) -> Attack:
-        return map_attacks(
-            attack, lambda part: {name: int(count)} if name in init_fields(part) else {}
-        )
-
-    return changed
+def with_value(attack: Attack, over: str, value: float) -> Attack:
+    """Return the attack with another radius, or another count in all of its parts that have it."""
+    if over == "eps":
+        return attack.rescaled(value)
+    return map_attacks(attack, lambda part: {over: int(value)} if over in init_fields(part) else {})
 
 
 def with_probability(defense: Defense, p: float) -> Ensemble:
-    """Return the ensemble whose first member is drawn with probability p.
-
-    The other members share 1 - p as they did before, or equally if they had no share.
-
-    Raises:
-        ValueError: not an ensemble, or one member that has to be drawn with probability 1.
-    """
+    """Return the ensemble whose first member has probability p; the others keep their shares."""
     members, probs = _ensemble(defense)
     if len(probs) == 1 and p != 1:
         raise ValueError("a sweep over probability needs at least 2 members, got 1")
@@ -99,11 +84,7 @@ def with_probability(defense: Defense, p: float) -> Ensemble:
 
 
 def with_members(defense: Defense, count: float) -> Ensemble:
-    """Return the ensemble of the first members, their probabilities scaled to sum to one.
-
-    Raises:
-        ValueError: not an ensemble, fewer members than `count`, or all of them without probability.
-    """
+    """Return the ensemble of the first members, their probabilities scaled to sum to one."""
     members, probs = _ensemble(defense)
     if count > len(probs):
         raise ValueError(f"members must be 1 … {len(probs)}, all that there are, got {count:g}")
@@ -115,18 +96,12 @@ def with_members(defense: Defense, count: float) -> Ensemble:
 
 
 def _ensemble(defense: Defense) -> tuple[list[torch.nn.Module], torch.Tensor]:
-    """Return members and probabilities of an ensemble."""
     if defense.kind != "ensemble":
         kind = type(defense).__name__
         raise ValueError(f"a sweep over probability or members needs an Ensemble, got {kind}")
     return defense.classifiers, defense.weights.double().cpu()
 
 
-CHANGED_ATTACK: dict[str, Callable[[Attack, float], Attack]] = {
-    "eps": lambda attack, eps: attack.rescaled(eps),
-    "steps": with_count("steps"),
-    "neighbours": with_count("neighbours"),
-}
 CHANGED_DEFENSE: dict[str, Callable[[Defense, float], Defense]] = {
     "probability": with_probability,
     "members": with_members,
@@ -148,8 +123,10 @@ class Target:
 
     def attacks(self) -> dict[str, Attack]:
         """Return the callback's attacks with the value."""
-        change, attacks = CHANGED_ATTACK.get(self.over), dict(self.source.attacks)
-        return {n: change(a, self.value) for n, a in attacks.items()} if change else attacks
+        attacks = self.source.attacks
+        if self.over in CHANGED_DEFENSE:
+            return dict(attacks)
+        return {name: with_value(a, self.over, self.value) for name, a in attacks.items()}
 
 
 @dataclass(frozen=True)
@@ -172,11 +149,7 @@ Plan = list[tuple[Value, list[Task]]]
 
 
 def measurement_plan(config: SweepConfig, callbacks: Sequence[RobustEval], run: Run) -> Plan:
-    """Return the tasks of each value.
-
-    Raises:
-        ValueError: the variable does not fit the attacks or the defense.
-    """
+    """Return the tasks of each value."""
     over = str(config.over)
     attacks = [attack for callback in callbacks for attack in callback.attacks.values()]
     if not attacks:
@@ -227,26 +200,14 @@ class Point:
     scores: Scores
 
     @property
-    def key(self) -> str:
-        """The key of all that the result depends on."""
-        return str(self.result.details["reuse"]["key"])
-
-    @property
     def place(self) -> tuple[str, str, str]:
-        """Variable, value and key."""
+        """Variable, value, and key of all that the result depends on."""
         details = self.result.details
-        return details["variable"], repr(float(details["value"])), self.key
+        return details["variable"], repr(float(details["value"])), str(details["reuse"]["key"])
 
 
 class ResultCache:
-    """Recorded results by all that they depend on, so that none is measured twice.
-
-    The file has a line for each value and attack. Lines that a crash broke off, and results whose
-    scores are missing, are ignored.
-
-    Args:
-        folder: folder of the record.
-    """
+    """Recorded results by all that they depend on, so that none is measured twice."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / RECORD
@@ -256,13 +217,11 @@ class ResultCache:
         for fields in read_json_lines(self.path):
             try:
                 if (scores := self.files.read(fields)) is not None:
-                    self._keep(Point(Result.from_record(fields), scores))
+                    point = Point(Result.from_record(fields), scores)
+                    self.places.add(point.place)
+                    self.points.setdefault(point.place[-1], point)
             except (ValueError, KeyError, TypeError, AttributeError):  # a record of another kind
                 continue
-
-    def _keep(self, point: Point) -> None:
-        self.places.add(point.place)
-        self.points.setdefault(point.key, point)
 
     def add(self, points: Sequence[Point], write: bool) -> None:
         """Keep results; one of the processes writes each that the file lacks for its value."""
@@ -270,19 +229,17 @@ class ResultCache:
         new = [point for place, point in unique.items() if place not in self.places]
         if write and new:
             for point in new:
-                if point.key not in self.points:
-                    self.files.write(point.key, point.scores)
+                if point.place[-1] not in self.points:
+                    self.files.write(point.place[-1], point.scores)
             append_records(self.path, (point.result.record() for point in new))
+        self.places |= unique.keys()
         for point in new:
-            self._keep(point)
+            self.points.setdefault(point.place[-1], point)
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Measures the results that the cache lacks, beside callbacks that do not report.
-
-    A value that fails, for any reason, is one of `failures`; the others are measured.
-    """
+    """Measures the results that the cache lacks, beside callbacks that do not report."""
 
     config: SweepConfig
     run: Run
@@ -299,7 +256,7 @@ class Sweep:
             place = f"[{number}/{len(plan)}] {self.config.over} {value.label}"
             try:
                 new = self._measured(tasks)
-            except Exception as error:  # of any kind: the other values are measured
+            except Exception as error:  # any one: the other values are measured
                 self.failures[value] = error
                 # Other processes would wait for this one, and all values have one cause.
                 if self.run.trainer.world_size > 1 or len(self.failures) == len(plan):
@@ -342,7 +299,7 @@ class Sweep:
     def _point(self, task: Task, new: dict[tuple[str, Target], Point]) -> Point:
         """Return a task's result from an equal measurement, recorded or new."""
         source = self.cache.points.get(task.key) or new[task.name, task.target]
-        # The scores may be those of another value, which changes nothing for this attack: the
+        # The scores may come from another value, which changes nothing for this attack: the
         # details are this task's own, but for what only the measurement knows.
         own = {name: source.result.details[name] for name in MEASURED}
         details = task.details | own | {"reuse": self.cache.files.reference(task.key)}
@@ -352,7 +309,7 @@ class Sweep:
         return Point(result, source.scores)
 
     def _worst_point(self, tasks: Sequence[Task]) -> list[Point]:
-        """Return the result under the strongest attack on the full defense; none of one attack."""
+        """Return the result under the strongest of several attacks on the full defense, if any."""
         counted = [task for task in tasks if task.counts]
         if len(counted) < 2:
             return []

@@ -29,13 +29,7 @@ Row = dict[str, Result]
 
 @dataclass(frozen=True)
 class SweepTable:
-    """A finished sweep.
-
-    Args:
-        config: variable and values.
-        table: each value's results by name.
-        facts: name -> text, needed to repeat the sweep.
-    """
+    """A finished sweep."""
 
     config: SweepConfig
     table: dict[Value, Row]
@@ -57,10 +51,7 @@ class SweepTable:
         return {value: row[name] for value, row in self.table.items() if name in row}
 
     def best(self, name: str) -> list[Value]:
-        """Return the values best for the defense, or for the attack if that is what varies.
-
-        Empty where the value makes no difference, or the variable has no best.
-        """
+        """Return the values that are best for the defense or, if it varies, for the attack."""
         found = {value: result.accuracy for value, result in self.column(name).items()}
         accuracies = set(found.values())
         if self.over == "eps" or len(accuracies) == 1:

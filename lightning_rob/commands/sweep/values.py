@@ -17,11 +17,7 @@ class Value:
 
 
 def parse_values(over: str, text: str) -> tuple[Value, ...]:
-    """Return the values of a list such as "1/255,2/255" or "0.5:1:0.1", each once.
-
-    Raises:
-        ValueError: no value, not a number, or a number that the variable cannot have.
-    """
+    """Return the values of a list such as "1/255,2/255" or "0.5:1:0.1", each once."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     numbers = [number for part in parts for number in _numbers(part)]
     if not numbers:
@@ -41,7 +37,7 @@ def parse_values(over: str, text: str) -> tuple[Value, ...]:
 
 
 def _numbers(part: str) -> list[Fraction]:
-    """Return a number, or those of a range start:stop:step, both ends included."""
+    """Return one number, or all numbers of start:stop:step, both ends included."""
     try:
         start, *more = [Fraction(number.strip()) for number in part.split(":")]
         if not more:

@@ -34,9 +34,6 @@ class TuneConfig(CommandConfig):
         then_fit: train best.yaml after the search
         ray: run trials through Ray Tune: pip install 'lightning-rob[ray]'
         concurrent: N trials at a time, with --ray (2)
-
-    Raises:
-        ValueError: no search space, or `concurrent` without `ray`.
     """
 
     positional: ClassVar[str] = ""

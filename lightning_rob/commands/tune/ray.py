@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lightning_rob.commands.tune.study import Evaluate, Study, Trial, attempt
+from lightning_rob.commands.tune.study import Study, Trial, attempt
 
 SETTINGS = {
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # data may be named by a relative path
@@ -29,11 +29,7 @@ except ModuleNotFoundError as error:
 
 
 class StudySearcher(Searcher):
-    """Hands the trials of a study to Ray Tune and takes their results; stays in this process.
-
-    Args:
-        study: proposes and records.
-    """
+    """Hands the trials of a study to Ray Tune and takes their results; stays in this process."""
 
     def __init__(self, study: Study) -> None:
         super().__init__()
@@ -76,28 +72,24 @@ class StudySearcher(Searcher):
 
 
 def run_with_ray(study: Study, concurrent: int) -> None:
-    """Run the trials of a study, several at a time.
-
-    They run on this machine, or on the cluster that RAY_ADDRESS names.
-
-    Args:
-        study: the one that `study.run()` would run trial by trial.
-        concurrent: trials at a time.
-
-    Raises:
-        ValueError: a trial does not log the objective, or all of them fail.
-    """
+    """Run several trials at a time, on this machine or on the cluster that RAY_ADDRESS names."""
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     cpus = max((os.cpu_count() or 1) // concurrent, 1)
     here: dict[str, Any] = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": cpus * concurrent}
     ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, **here)
     searcher = StudySearcher(study)
+
+    def train(config: dict[str, Any]) -> None:
+        trial = attempt(evaluate, *json.loads(config["proposal"]))
+        tune.report({"trial": json.dumps(asdict(trial))})
+
+    evaluate = study.evaluate  # Ray copies what a function uses: not the whole study
     share = {"cpu": cpus, "gpu": min(torch.cuda.device_count() / concurrent, 1)}
     try:
         with tempfile.TemporaryDirectory() as folder:
             tune.Tuner(
-                tune.with_resources(_trainable(study.evaluate), share),
+                tune.with_resources(train, share),
                 tune_config=tune.TuneConfig(
                     search_alg=searcher,
                     num_samples=-1,
@@ -110,11 +102,3 @@ def run_with_ray(study: Study, concurrent: int) -> None:
         ray.shutdown()
     if searcher.problem:
         raise searcher.problem
-
-
-def _trainable(evaluate: Evaluate) -> Any:
-    def train(config: dict[str, Any]) -> None:
-        trial = attempt(evaluate, *json.loads(config["proposal"]))
-        tune.report({"trial": json.dumps(asdict(trial))})
-
-    return train

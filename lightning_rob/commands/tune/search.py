@@ -36,19 +36,7 @@ Build = Callable[[Path], Any]  # recipe -> model, datamodule and trainer
 
 
 def run(config: TuneConfig, run: Run, build: Build) -> Path | None:
-    """Search, print and write the best values.
-
-    Args:
-        config: options.
-        run: the recipe with all its defaults.
-        build: builds the training of a recipe file.
-
-    Returns:
-        The best recipe if it is to be trained next, or None.
-
-    Raises:
-        ValueError: the space does not fit the recipe, or all trials fail.
-    """
+    """Search, print and write the best values."""
     if run.trainer.world_size > 1:
         raise ValueError(
             f"a trial runs on one device, got {run.trainer.world_size}: add --trainer.devices=1; "
@@ -96,11 +84,7 @@ def run(config: TuneConfig, run: Run, build: Build) -> Path | None:
 def _earlier_trials(
     files: Sequence[Path], space: Space, recipe: dict[str, Any]
 ) -> list[tuple[Point, float]]:
-    """Return the trials of other studies that are points of this space, with their objectives.
-
-    Raises:
-        ValueError: a file has no trials, or a trial's recipe lacks a variable.
-    """
+    """Return the trials of other studies that are points of this space, with their objectives."""
     found, total = [], 0
     for path in files:
         trials = [trial for _, trial in read_trials(path)]
@@ -158,11 +142,7 @@ class Training:
 
 
 def write_outcome(study: Study, run: Run, folder: Path) -> Path:
-    """Print the table, write recipe and figure of a finished study, and return the recipe's file.
-
-    Raises:
-        ValueError: all trials failed.
-    """
+    """Print the table, write figure and best recipe, and return the recipe's file."""
     trials, best = study.record.ended, study.record.best
     space, own = study.search.space, study.search.own
     if best is None:

@@ -18,22 +18,12 @@ TRANSFORM = r"((?:.*\.)?transforms)\.([^.]+)\.[^.]+"
 
 @dataclass(frozen=True)
 class Budget:
-    """Numbers of trials; defaults of Sitawarin et al. 2022.
-
-    Args:
-        trials: maximum.
-        min_trials: minimum before stopping early.
-        patience: stop after more than this number in a row without improvement.
-        random: random ones before the optimizer proposes.
-
-    Raises:
-        ValueError: not a whole number, or too small.
-    """
+    """Numbers of trials; defaults of Sitawarin et al. 2022."""
 
     trials: int = 160
-    min_trials: int = 80
-    patience: int = 40
-    random: int = 12
+    min_trials: int = 80  # before the search may stop early
+    patience: int = 40  # trials in a row without improvement
+    random: int = 12  # before the optimizer proposes
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -55,30 +45,17 @@ class Budget:
 
 @dataclass(frozen=True)
 class Space:
-    """The search space: dotted keys into a recipe, and the objective of a trial.
+    """The search space: dotted keys into a recipe, and the objective of a trial."""
 
-    Args:
-        variables: dotted key -> (low, high), or (low, high, int) for whole numbers.
-        objective: logged metric -> its weight in the maximized sum.
-        trial: dotted key -> value that makes a trial cheap.
-        prune: trials and final recipe omit the transforms whose variable is at most this; -inf
-            keeps them all.
-        budget: numbers of trials.
-    """
-
-    variables: dict[str, Bound]
-    objective: dict[str, float]
-    trial: dict[str, Any]
-    prune: float
+    variables: dict[str, Bound]  # bounds by dotted key; whole numbers have `int` as a third
+    objective: dict[str, float]  # weight of each logged metric in the maximized sum
+    trial: dict[str, Any]  # values by dotted key that make a trial cheap
+    prune: float  # transforms whose variable is at most this are left out; -inf keeps all
     budget: Budget
 
     @classmethod
     def read(cls, content: Any) -> "Space":
-        """Build the space from a YAML file's content.
-
-        Raises:
-            ValueError: it does not describe a space.
-        """
+        """Build the space from a YAML file's content."""
         given = content if isinstance(content, dict) else {}
         if unknown := [name for name in given if name not in SECTIONS]:
             raise ValueError(f"sections are {', '.join(SECTIONS)}, got {unknown[0]!r}")
@@ -89,7 +66,15 @@ class Space:
         variables, objective, trial, budget = mappings.values()
         if not (variables and objective):
             raise ValueError("it needs variables and an objective, such as {val/robust/pgd: 1.0}")
-        bounds = {key: _bound(key, bound) for key, bound in variables.items()}
+        bounds: dict[str, Bound] = {}
+        for key, bound in variables.items():
+            fits = isinstance(bound, list) and len(bound) >= 2 and bound[2:] in ([], ["int"])
+            if not fits:
+                raise ValueError(f"{key} must be [low, high] or [low, high, int], got {bound!r}")
+            low, high = (_number(key, end) for end in bound[:2])
+            if low >= high:
+                raise ValueError(f"{key}: low must be below high, got {bound!r}")
+            bounds[key] = (int(low), int(high), int) if bound[2:] else (float(low), float(high))
         weights = {metric: _number(metric, w) for metric, w in objective.items()}
         if not any(weights.values()):
             raise ValueError(f"objective needs a weight other than 0, got {weights}")
@@ -104,11 +89,7 @@ class Space:
         return cls(bounds, weights, trial, prune, Budget(**budget))
 
     def initial(self, recipe: Any) -> Point:
-        """Return the values of the variables in a recipe.
-
-        Raises:
-            ValueError: a key is missing, or its value is not a number.
-        """
+        """Return the values of the variables in a recipe."""
         return {key: _number(key, value_at(recipe, key)) for key in self.variables}
 
     def contains(self, point: Point) -> bool:
@@ -116,20 +97,7 @@ class Space:
         return all(b[0] <= point[key] <= b[1] for key, b in self.variables.items())
 
     def point(self, values: Point, trained: Any, recipe: Any) -> Point | None:
-        """Return a trial of a study of other variables as a point of this space.
-
-        Args:
-            values: values of the other study's variables.
-            trained: the trial's recipe, which has the variables that were fixed there.
-            recipe: recipe of this space, which has the variables that are fixed here.
-
-        Returns:
-            None if a variable of the other study has another value here. A transform that a recipe
-            lacks has strength 0.
-
-        Raises:
-            ValueError: a recipe lacks a variable that is no transform's.
-        """
+        """Return a trial of another study as a point here; None if a fixed variable differs."""
         for key, value in values.items():
             if key not in self.variables:
                 here = _strength(recipe, key)
@@ -138,11 +106,7 @@ class Space:
         return {k: values[k] if k in values else _strength(trained, k) for k in self.variables}
 
     def score(self, metrics: Mapping[str, float]) -> float:
-        """Return the objective, the weighted sum of metrics.
-
-        Raises:
-            ValueError: a metric was not logged.
-        """
+        """Return the objective, the weighted sum of metrics."""
         for name in self.objective:
             if name not in metrics:
                 logged = ", ".join(sorted(metrics)) or "nothing"
@@ -150,11 +114,7 @@ class Space:
         return sum(weight * metrics[name] for name, weight in self.objective.items())
 
     def pruned(self, recipe: Any, point: Mapping[str, float]) -> tuple[Any, list[str]]:
-        """Return the recipe without transforms that the values switch off, and their names.
-
-        A `size` beside the transforms shrinks with their number. If none would be left, all stay:
-        switched off, they are a plain network.
-        """
+        """Return the recipe without transforms that the values switch off, and their names."""
         slim, dropped = deepcopy(recipe), []
         for key, value in point.items():
             match = re.fullmatch(TRANSFORM, key)
@@ -164,20 +124,11 @@ class Space:
             del parent[name][match[2]]
             dropped.append(match[2])
             if not parent[name]:
-                return recipe, []
+                return recipe, []  # switched off, all of them are a plain network
             # No draw can take more transforms than there are.
             if isinstance(parent.get("size"), int):
                 parent["size"] = min(parent["size"], len(parent[name]))
         return slim, dropped
-
-
-def _bound(key: str, bound: Any) -> Bound:
-    if not isinstance(bound, list) or len(bound) not in (2, 3) or bound[2:] not in ([], ["int"]):
-        raise ValueError(f"{key} must be [low, high] or [low, high, int], got {bound!r}")
-    low, high = (_number(key, end) for end in bound[:2])
-    if low >= high:
-        raise ValueError(f"{key}: low must be below high, got {bound!r}")
-    return (int(low), int(high), int) if bound[2:] else (float(low), float(high))
 
 
 def _number(name: str, value: Any) -> float:
@@ -196,21 +147,13 @@ def _strength(recipe: Any, key: str) -> float:
 
 
 def value_at(config: Any, key: str) -> Any:
-    """Return the value at a dotted key, in which numbers are indices of lists.
-
-    Raises:
-        ValueError: there is no such key; the message names the nearest one.
-    """
+    """Return the value at a dotted key, in which numbers are indices of lists."""
     parent, last = _locate(config, key)
     return parent[last]
 
 
 def replaced(config: Any, values: Mapping[str, Any]) -> Any:
-    """Return a copy with other values at existing dotted keys.
-
-    Raises:
-        ValueError: there is no such key; the message names the nearest one.
-    """
+    """Return a copy with other values at existing dotted keys."""
     config = deepcopy(config)
     for key, value in values.items():
         parent, last = _locate(config, key)

@@ -22,29 +22,18 @@ from lightning_rob.runtime.files import append_lines, read_json_lines
 Observation = tuple[Point, float | None]  # None: the trial failed
 Evaluate = Callable[[int, Point], dict[str, float]]  # metrics of a trial by number and values
 
-KAPPA = 2.576  # the library's default, and that of Ray Tune when the authors used it
+KAPPA = 2.576  # default of the library, and of Ray Tune when the authors used it
 
 
 @dataclass(frozen=True)
 class Search:
-    """Proposes points: the recipe's own, random ones, then the optimizer's.
-
-    Each proposal has its own random stream: it depends on the seed, its number and the trials so
-    far, and not on interruptions.
-
-    Args:
-        space: the variables and their bounds.
-        own: the recipe's values, trial 0.
-        budget: number of trials of each kind.
-        seed: seed of all randomness.
-        earlier: results of another study; they replace as many random trials.
-    """
+    """Proposes points: the recipe's own, random ones, then the optimizer's."""
 
     space: Space
-    own: Point
+    own: Point  # the recipe's values, trial 0
     budget: Budget
     seed: int
-    earlier: Sequence[tuple[Point, float]] = ()
+    earlier: Sequence[tuple[Point, float]] = ()  # results of other studies replace random trials
 
     @property
     def initial(self) -> int:
@@ -57,9 +46,9 @@ class Search:
         """Return the values of a trial; those that are running count as average until they end."""
         if number == 0:
             return self.own
+        # A proposal depends on the seed, its number and the trials so far, not on interruptions.
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Non-float parameters are experimental")
-            # New for each trial and taught all results: a resumed study proposes the same.
             optimizer = BayesianOptimization(
                 None,
                 dict(self.space.variables),
@@ -83,8 +72,7 @@ class Search:
     ) -> list[tuple[Point, float]]:
         """Return each point within the bounds once, with its mean objective.
 
-        A failed trial counts as the worst one: it may not be missing, or its neighbourhood would
-        be tried again.
+        A failed trial counts as the worst one: without it its neighbourhood would be tried again.
         """
         ended = [(p, o) for p, o in chain(self.earlier, trials) if o is not None]
         found = [objective for _, objective in ended] or [0.0]
@@ -135,15 +123,7 @@ def read_trials(path: Path) -> Iterator[tuple[str, Trial]]:
 
 
 class Record:
-    """The trials of a study, in a file of one line each.
-
-    Args:
-        path: the file.
-        study: key of recipe and space, which the recorded trials must share.
-
-    Raises:
-        ValueError: the file is of another study.
-    """
+    """The trials of a study, in a file with a line for each."""
 
     def __init__(self, path: Path, study: str) -> None:
         self.path = path
@@ -184,20 +164,12 @@ class Study:
     report: Callable[[Trial], None] = lambda _: None
 
     def run(self) -> None:
-        """Run one trial after the other.
-
-        Raises:
-            ValueError: a trial does not log the objective, or all of them fail.
-        """
+        """Run one trial after the other."""
         while proposal := self.next():
             self.add(attempt(self.evaluate, *proposal))
 
     def next(self, pending: Sequence[tuple[int, Point]] = ()) -> tuple[int, Point] | None:
-        """Return number and values of the next trial; None when the study is finished.
-
-        Raises:
-            ValueError: all trials failed.
-        """
+        """Return number and values of the next trial; None when the study is finished."""
         ended, budget, running = self.record.ended, self.search.budget, dict(pending)
         enough = len(ended) >= min(self.search.initial, budget.trials)
         if enough and all(trial.error is not None for trial in ended):
@@ -212,11 +184,7 @@ class Study:
         return number, self.search.propose(number, known, [*running.values()])
 
     def add(self, trial: Trial) -> None:
-        """Score a trial and record it.
-
-        Raises:
-            ValueError: it does not log the objective, and no earlier one did.
-        """
+        """Score a trial and record it."""
         if trial.error is None:
             try:
                 objective = self.search.space.score(trial.metrics)
