@@ -303,13 +303,15 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize(("less", "more"), MORE.values(), ids=MORE)
-def test_more_is_never_weaker(less, more):
+@pytest.mark.parametrize("name", MORE)
+def test_more_is_never_weaker(name):
     """Image by image: what is added attacks the images that are left, with noise of its own."""
     defense, (x, y) = Single(trained_net(1)), images(100, seed=2)
-    left = [right(defense, attack(defense, x, y, streams(x)), y) for attack in (less, more)]
+    left = [right(defense, attack(defense, x, y, streams(x)), y) for attack in MORE[name]]
     assert (left[1] <= left[0]).all()
     assert left[1].sum() < right(defense, x, y).sum()
+    # on these images further targets and restarts of FAB find nothing
+    assert "FAB" in name or name == "targets" or left[1].sum() < left[0].sum()
 
 
 def of_radius(attack, eps):
