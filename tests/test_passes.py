@@ -82,6 +82,7 @@ PASSES = {
     "apgd-t": (APGD(TINY, 5, targets=2), (2, 13, 13)),  # what each target's run is worth
     "fab-t": (FAB(TINY, 5, 1), (6, 5, 5)),
     "fab": (FAB(TINY, 5, 0), (6, 5, 20)),
+    "fab-t, restarts": (FAB(TINY, 5, 1, restarts=2), (11, 10, 10)),
     "pdgd": (PDGD(L2, 20), (9, 20, 20)),
     "ddn": (DDN(L2, 20), (9, 20, 20)),
     # each radius is the attack and a forward

@@ -116,26 +116,6 @@ def test_is_as_strong_as_pgd_with_restarts(threat, objective):
     assert 0 < reference.mean() < 0.9
 
 
-def test_targets_and_restarts_only_add():
-    """Each run attacks the images that are left, from the streams of its own number."""
-    defense, (x, y) = Single(trained_net(1)), images(100, seed=2)
-    left = []
-    for options in ({"restarts": 1}, {"restarts": 9}, {"targets": 1}, {"targets": 3}):
-        attack = APGD(Threat("linf", 0.08), 1, **options)
-        x_adv = attack(defense, x, y, Streams.from_index(torch.arange(100), 1))
-        left.append(right(defense, x_adv, y))
-    assert (left[1] <= left[0]).all()
-    assert (left[3] <= left[2]).all()
-    assert left[1].sum() + left[3].sum() < left[0].sum() + left[2].sum() < 200
-
-
-def test_misclassified_images_are_returned_as_they_are():
-    defense, (x, y) = Single(trained_net(1)), images(10)
-    wrong = (y + 1) % 4
-    for attack in (APGD(LINF, 5), APGD(LINF, 5, targets=2)):
-        assert torch.equal(attack(defense, x, wrong, seeded()), x)
-
-
 def test_fooled_images_cost_nothing_more():
     net = Counting(trained_net(1)).eval()
     x, y = images(40, seed=3)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightning_rob.attacks import APGD, ARC, FAB, PGD, AutoAttack, Square, attacking
+from lightning_rob.attacks import APGD, ARC, FAB, AutoAttack, Square, attacking
 from lightning_rob.attacks.autoattack import CLASSES
 from lightning_rob.attacks.foreign import scores
 from lightning_rob.defenses import Ensemble, Single
@@ -150,15 +150,6 @@ def test_versions_have_the_settings_of_the_paper():
     assert rand == [APGD(LINF, draws=20), APGD(LINF, objective=expected_dlr, draws=20)]
 
 
-def test_more_attacks_leave_no_image_more(single):
-    x, y = images(40, seed=2)
-    both = replace(OWN, attacks=("apgd-ce", "fab"))
-    one, more = (right(single, a(single, x, y, seeded()), y) for a in (OWN, both))
-    assert (more <= one).all()
-    weaker = right(single, PGD(LINF, 10, "8/255")(single, x, y, seeded()), y)
-    assert one.mean() <= weaker.mean() + 0.02
-
-
 @pytest.mark.parametrize("name", ["apgd-ce", "fab", "fab-t"])
 @pytest.mark.parametrize("norm", ["linf", "l2"])
 @pytest.mark.parametrize("reference", [False, True])
@@ -240,17 +231,17 @@ def test_batches_of_a_size(attack, single):
 
 def test_what_a_stage_leaves_is_put_together_for_the_next(nets):
     """Fewer calls than where each chunk goes through all stages, and the same images fooled."""
-    net, (x, y) = Counting(nets[0]).eval(), images(60, seed=9)
-    noise = Streams.from_index(torch.arange(60), 1)
-    attack = replace(OWN, attacks=("apgd-ce", "apgd-t"), batch_size=10)
+    net, (x, y) = Counting(nets[0]).eval(), images(30, seed=9)
+    noise = Streams.from_index(torch.arange(30), 1)
+    attack = replace(OWN, attacks=("apgd-ce", "apgd-t"), batch_size=5)
     pooled = attack(Single(net), x, y, noise)
     calls = len(net.linearised)
     net.clear()
-    parts = [attack(Single(net), x[i], y[i], noise[i]) for i in torch.arange(60).split(10)]
+    parts = [attack(Single(net), x[i], y[i], noise[i]) for i in torch.arange(30).split(5)]
     assert calls < 0.8 * len(net.linearised)
     left = right(Single(net), pooled, y)
     assert torch.equal(left, right(Single(net), torch.cat(parts), y))
-    assert 15 < left.sum() < 50
+    assert 8 < left.sum() < 25
 
 
 # several draws
@@ -322,10 +313,11 @@ def test_random_defense(attack, single):
 def test_random_defense_by_its_mean_gradient(single):
     defense = Noisy(single.net, 0.1, (0.75, 0.25))
     assert_is_reproducible(AutoAttack(LINF, "rand"), defense)
-    calls, defense.calls = defense.calls, 0
+    calls = len(defense.calls)
+    defense.calls.clear()
     assert_is_reproducible(AutoAttack(LINF, "rand", reference=True), defense)
-    assert defense.calls >= 2 * 20 * 100
-    assert calls == pytest.approx(defense.calls, rel=0.02)
+    assert len(defense.calls) >= 2 * 20 * 100
+    assert calls == pytest.approx(len(defense.calls), rel=0.02)
 
 
 # errors

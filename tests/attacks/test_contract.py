@@ -81,8 +81,10 @@ from tests.attacks.common import (
     assert_same,
     half_frozen,
     images,
+    right,
     seeded,
     snapshot,
+    streams,
     trained_net,
     trained_transforms,
 )
@@ -106,8 +108,9 @@ ENTRIES = {
     "climb": (LatticeClimber(LINF, 4, LINF.eps / 4), "ensemble"),
     "climb-l2": (LatticeClimber(L2, 8, 0.2, start=PGD(L2, 3, 0.25)), "ensemble"),
     "cw": (CW(L2, 20, 0.05, binary_steps=3, initial_const=0.1), "ensemble"),
+    "cw-random": (CW(L2, 20, 0.05, binary_steps=3, initial_const=0.1, draws=2), "random"),
     "deepfool": (DeepFool(LINF), "ensemble"),
-    "deepfool-l2": (DeepFool(L2, 20, candidates=1, overshoot=0.1), "ensemble"),
+    "deepfool-l2": (DeepFool(L2, 20, candidates=1, overshoot=0.1, draws=2), "random"),
     "apgd": (APGD(LINF, 10), "ensemble"),
     "apgd-l2": (APGD(L2, 5, targets=2, restarts=2, draws=2), "random"),
     "fab": (FAB(LINF, 5, 2), "ensemble"),
@@ -135,6 +138,7 @@ ENTRIES = {
     "random-member": (RandomMember(STEPS), "ensemble"),
     "strongest": (Strongest((STEPS, ARC(LINF, 2, LINF.eps))), "ensemble"),
     "targeted": (Targeted(STEPS, (1, 2)), "ensemble"),
+    "targeted-random": (Targeted(PGD(LINF, 3, "16/255", draws=2, restarts=2), (1, 3)), "random"),
     "high-confidence": (HighConfidence(STEPS, 1, 1), "ensemble"),
     "budgeted": (Budgeted(STEPS, 24), "ensemble"),
     "chunked": (Chunked(STEPS, images=2), "ensemble"),
@@ -273,6 +277,45 @@ def test_result_depends_on_the_image_alone(attack, defense):
     for part in torch.tensor([3, 0, 2, 4, 1]).split([1, 4]):
         alone = attack(defense, x[part], y[part], Streams.from_index(index[part], 7))
         torch.testing.assert_close(alone, whole[part], rtol=0, atol=1e-9)
+
+
+@entries("apgd", "cw", "deepfool", "fab", "pdgd", "ddn", "square", "minimal-norm", "reference")
+def test_misclassified_images_stay(attack, defense):
+    """Of attacks that stop at the first success."""
+    defense, (x, y) = Single(defense.members[0]), images(12, seed=3)
+    y[::2] = (defense.eval()(x).argmax(1)[::2] + 1) % 4
+    x_adv = attack(defense, x, y, seeded())
+    assert torch.equal(x_adv[::2], x[::2])
+    assert not torch.equal(x_adv[1::2], x[1::2])
+
+
+SMALL = Threat("linf", 0.08)
+ONCE, HALF, HALF_L2 = PGD(LINF, 1, "8/255"), Threat("linf", "12/255"), Threat("l2", 0.25)
+MORE = {
+    "restarts": (APGD(SMALL, 1), APGD(SMALL, 1, restarts=9)),
+    "targets": (APGD(SMALL, 1, targets=1), APGD(SMALL, 1, targets=3)),
+    "restarts of FAB": (FAB(HALF, 10, 1), FAB(HALF, 10, 1, 3)),
+    "targets of FAB": (FAB(HALF, 10, 1), FAB(HALF, 10, 3)),
+    "targets of FAB in l2": (FAB(HALF_L2, 10, 1), FAB(HALF_L2, 10, 3)),
+    "queries": (Square(LINF, 30), Square(LINF, 300)),
+    "queries in l2": (Square(L2, 30), Square(L2, 300)),
+    "attacks": (
+        AutoAttack(HALF, "custom", ("square",), queries=30),
+        AutoAttack(HALF, "custom", ("apgd-ce", "square"), queries=30),
+    ),
+    "the same thrice": (ONCE, Strongest((ONCE, ONCE, ONCE))),
+}
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_more_is_never_weaker(name):
+    """Image by image: what is added attacks the images that are left, with noise of its own."""
+    defense, (x, y) = Single(trained_net(1)), images(100, seed=2)
+    left = [right(defense, attack(defense, x, y, streams(x)), y) for attack in MORE[name]]
+    assert (left[1] <= left[0]).all()
+    assert left[1].sum() < right(defense, x, y).sum()
+    # on these images further targets and restarts of FAB find nothing
+    assert "FAB" in name or name == "targets" or left[1].sum() < left[0].sum()
 
 
 def of_radius(attack, eps):

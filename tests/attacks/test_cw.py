@@ -10,10 +10,10 @@ from torch import nn
 from lightning_rob.attacks import CW, DeepFool, attacking
 from lightning_rob.defenses import Defense, Ensemble, Single
 from lightning_rob.objectives import expected_margin, linear
-from lightning_rob.randomness import Streams, normal
+from lightning_rob.randomness import normal
 from lightning_rob.rules import mean_probs
 from lightning_rob.threat import Threat
-from tests.attacks.common import Affine, Constant, Recording, seeded
+from tests.attacks.common import Affine, Constant, Recording, assert_inside
 from tests.tiny import Blobs, TinyNet
 
 FREE = Threat("l2", 100)
@@ -112,10 +112,7 @@ def test_bounds_are_kept_to_the_last_bit(bounds):
     net, x = net.float(), (bounds[0] + (bounds[1] - bounds[0]) * x.float().round())
     attack = CW(replace(FREE, bounds=bounds), 50, 0.1, binary_steps=5)
     x_adv = attack(Single(net), x, net(x).argmax(1))
-    assert x_adv.dtype == torch.float32
-    assert x_adv.isfinite().all()
-    assert x_adv.min() >= bounds[0]
-    assert x_adv.max() <= bounds[1]
+    assert_inside(attack.threat, x_adv, x)
     assert not torch.equal(x_adv, x)
 
 
@@ -143,15 +140,10 @@ each_attack = pytest.mark.parametrize("attack", NEAREST.values(), ids=NEAREST)
 
 
 @each_attack
-def test_every_image_is_fooled_without_a_budget_and_the_fooled_stay(attack):
+def test_every_image_is_fooled_without_a_budget(attack):
     defense, x, y = trained()
     assert (predictions(defense, x) == y).float().mean() > 0.9
     assert (predictions(defense, attack(defense, x, y)) != y).all()
-    wrong = (predictions(defense, x) + 1) % 4
-    mixed = torch.where(torch.arange(len(x)) % 2 == 0, wrong, y)
-    x_adv = attack(defense, x, mixed)
-    assert torch.equal(x_adv[::2], x[::2])
-    assert (x_adv[1::2] != x[1::2]).flatten(1).any(1).all()
 
 
 def test_weak_and_strong_first_constants_meet():
@@ -244,23 +236,6 @@ class Shaky(Defense):
     def logits(self, x, generator=None):
         logits = self.net(x)
         return (logits + self.spread * normal(x, logits.shape[1], generator=generator))[None]
-
-
-@pytest.mark.parametrize(
-    "attack", [CW(FREE, 30, 0.02, 5), DeepFool(FREE, 10), DeepFool(Threat("linf", 1), 10)]
-)
-def test_random_defense(attack):
-    """Streams say that an image's noise is its own, whoever else is still being searched."""
-    (net, x, y), attack = affine(3), replace(attack, draws=2)
-    index = torch.arange(len(x))
-    whole = attack(Shaky(net), x, y, Streams.from_index(index, 1))
-    for part in index.flip(0).split([1, 3, len(x) - 4]):
-        again = attack(Shaky(net), x[part], y[part], Streams.from_index(part, 1))
-        torch.testing.assert_close(again, whole[part], rtol=0, atol=1e-9)
-    assert not torch.equal(whole, attack(Shaky(net), x, y, Streams.from_index(index, 2)))
-    first, same, other = (attack(Shaky(net), x, y, seeded(seed)) for seed in (3, 3, 4))
-    assert torch.equal(first, same)
-    assert not torch.equal(first, other)
 
 
 def test_confidence_outlasts_the_noise():

@@ -103,18 +103,3 @@ def test_needs_one_threat():
     for attacks in ([], [PARTS[0], other]):
         with pytest.raises(ValueError, match="attacks must share one threat"):
             Strongest(attacks)
-
-
-def test_the_same_random_attack_thrice_has_three_starts():
-    torch.manual_seed(0)
-    ensemble = Ensemble([TinyNet(), TinyNet()]).eval()
-    x, y = torch.rand(30, 3, 8, 8), torch.randint(0, 4, (30,))
-    once = PGD(Threat("linf", 0.1), 1, 0.01)
-    right = [
-        robust_accuracy(
-            ensemble(attack(ensemble, x, y, Streams.from_index(torch.arange(30), 1))), y
-        )
-        for attack in (once, Strongest((once, once, once)))
-    ]
-    assert (right[1] <= right[0]).all()
-    assert right[1].sum() < right[0].sum()

@@ -19,7 +19,7 @@ from lightning_rob.evaluation.protocol import evaluate_once
 from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
 from lightning_rob.transforms.pool import chosen
-from tests.attacks.common import ConvNet, seeded
+from tests.attacks.common import ConvNet, assert_inside, seeded
 from tests.attacks.test_taa import images, members_right, trained
 
 LINF = Threat("linf", 0.05)
@@ -274,10 +274,7 @@ def test_never_leaves_the_bound(seed, aggregate, inner, bound, channels, project
     attack = PAA(INNER[inner], aggregate, bound, project_last=project_last)
     x_adv = attack(ensemble, x, y, seeded(seed))
     assert (dissimilarity(x_adv, x) <= bound + 1e-6).all()
-    assert (attack.threat.distance(x_adv, x) <= bound + 1e-6).all()
-    assert x_adv.isfinite().all()
-    assert x_adv.min() >= 0
-    assert x_adv.max() <= 1
+    assert_inside(attack.threat, x_adv, x)
     black = x.flatten(1).amax(1) == 0
     assert torch.equal(x_adv[black], x[black])
 

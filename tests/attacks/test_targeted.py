@@ -19,7 +19,6 @@ from lightning_rob.objectives import (
     worst_ce,
     worst_margin,
 )
-from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
 from tests.attacks.common import Noisy, mlp, noise_images
 
@@ -100,18 +99,6 @@ def test_probabilities_that_round_to_zero_still_have_an_order():
     attack = Targeted(PGD(LINF, 1, 0.1, linear, random_start=False))
     expected = torch.tensor([[0.4, 0.5, 0.5, 0.6]])
     torch.testing.assert_close(attack(Single(net), x, y), expected)
-
-
-@pytest.mark.parametrize("rank", [2, (1, 3)])
-def test_random_defense_in_other_batches(rank):
-    defense, (x, y) = Noisy(mlp(1, 5, 3.0)), noise_images(12, 5)
-    attack = Targeted(PGD(LINF, 3, 0.03, linear, draws=4, restarts=2), rank)
-    whole = attack(defense, x, y, Streams.from_index(torch.arange(12), 0))
-    parts = [
-        attack(defense, x[i], y[i], Streams.from_index(i, 0))
-        for i in torch.arange(12).split([1, 6, 5])
-    ]
-    torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=1e-12)
 
 
 def test_the_more_draws_the_surer_the_target():

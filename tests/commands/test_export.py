@@ -64,15 +64,18 @@ def rt():
     return RandomTransforms(nets(1)[0], kinds, size=2, draws=2, rule=random_member)
 
 
-def behind(*names, rule=majority):
-    return TransformEnsemble(nets(len(names)), names, rule)
+def behind(*names, **options):
+    return TransformEnsemble(nets(len(names)), names, **options)
+
+
+def turned(*names):
+    return behind("clean", "rotate_90", *names, rule=majority)
 
 
 CASES = {
     "single": lambda: Single(nets(1)[0]),
     "random_member": lambda: Ensemble(nets(3), [0.5, 0.3, 0.2], random_member),
-    "majority": lambda: Ensemble(nets(3), [0.5, 0.3, 0.2], majority),
-    "transforms": lambda: behind("clean", "rotate_90", "filter_median"),
+    "transforms": lambda: turned("filter_median"),
     "rt": rt,
     "mixture": lambda: Mixture([Ensemble(nets(2)), behind("noise_gaussian")], [0.4, 0.6]),
 }
@@ -97,7 +100,7 @@ ONNX_CASES = {
     "single": CASES["single"],
     "random_member": CASES["random_member"],
     "mean_probs": lambda: Ensemble(nets(3), [0.5, 0.3, 0.2], mean_probs),
-    "mixture": lambda: Mixture([Ensemble(nets(2)), behind("clean", "rotate_90")], [0.4, 0.6]),
+    "mixture": lambda: Mixture([Ensemble(nets(2)), turned()], [0.4, 0.6]),
 }
 
 
@@ -170,7 +173,7 @@ def test_the_defense_is_left_as_it_was(x, tmp_path):
 
 
 def test_the_file_says_what_it_is(written, x, tmp_path):
-    _, path, card, _ = written("majority")
+    _, path, card, _ = written("transforms")
     stored = {name: part for name, part in card.items() if name != "largest_difference"}
     assert read_card(path) == stored
     assert card["inputs"]["images"]["shape"] == ["1 to 4096", 3, 8, 8]
