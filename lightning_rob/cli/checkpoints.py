@@ -19,27 +19,16 @@ HANDED_OVER = ".temp.ckpt"  # by Lightning, from a process that it has spawned: 
 
 
 class SafeCheckpointIO(TorchCheckpointIO):
-    """Writes checkpoints atomically, each with a manifest, and reads weights only.
-
-    Attributes:
-        loaded: epoch and global step of the checkpoint that was loaded last.
-    """
+    """Writes checkpoints atomically, each with a manifest, and reads weights only."""
 
     def __init__(self) -> None:
-        self.loaded: dict[str, Any] | None = None
+        self.loaded: dict[str, Any] | None = None  # epoch and step of the last one
         self._kept: tuple[str, Stamp, dict[str, Any]] | None = None
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
     ) -> None:
-        """Write to the disk, then rename; a kill never leaves the manifest of another file.
-
-        Hyper-parameters that are not plain values, which `load_checkpoint` would refuse to read,
-        are left out: the recipe builds them.
-
-        Raises:
-            InputError: another entry is not a plain value.
-        """
+        # `load_checkpoint` would refuse objects among the hyper-parameters: the recipe builds them.
         content, buffer = _without_objects(checkpoint), io.BytesIO()
         torch.save(content, buffer)
         if objects := _objects_in(buffer):
@@ -52,19 +41,15 @@ class SafeCheckpointIO(TorchCheckpointIO):
         if "://" in str(path) or storage_options is not None:
             super().save_checkpoint(content, path, storage_options)
             return
+        # First: a kill must never leave the manifest of another file.
         Path(path).with_name(manifest_name(Path(path).name)).unlink(missing_ok=True)
         # Python 3.13 warns of a `getbuffer` that the traceback of a failed write still holds.
         atomic_write(Path(path), lambda draft: draft.write_bytes(buffer.getvalue()))
         write_manifest(Path(path))
 
     def peek(self, path: str) -> dict[str, Any]:
-        """Read a checkpoint, and keep it for the `load_checkpoint` that follows.
-
-        The recipe is needed before the trainer exists, the weights after it.
-
-        Raises:
-            InputError: missing, or not a checkpoint.
-        """
+        """Read a checkpoint, and keep it for the `load_checkpoint` that follows."""
+        # The recipe is needed before the trainer exists, the weights after it.
         stamp = stamp_of(Path(path))
         content = read_checkpoint(path)
         if stamp is not None:
@@ -72,7 +57,6 @@ class SafeCheckpointIO(TorchCheckpointIO):
         return content
 
     def load_checkpoint(self, path: Any, *_: Any, **options: Any) -> dict[str, Any]:
-        """Return the content, on the CPU, refusing code even if Lightning would allow it."""
         if Path(path).name == HANDED_OVER:
             return dict(read_file(path))
         kept, self._kept = self._kept, None
@@ -84,7 +68,6 @@ class SafeCheckpointIO(TorchCheckpointIO):
         return content
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove it with its manifest."""
         super().remove_checkpoint(path)
         Path(path).with_name(manifest_name(Path(path).name)).unlink(missing_ok=True)
 

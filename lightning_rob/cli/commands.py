@@ -28,11 +28,7 @@ def is_no_tip(record: logging.LogRecord) -> bool:
 
 
 def run_command(line: CommandLine) -> None:
-    """Run a command that needs torch: one of `RUNNERS`, or of Lightning.
-
-    Raises:
-        InputError: it cannot be run.
-    """
+    """Run a command that needs torch: one of `RUNNERS`, or of Lightning."""
     # Lightning writes them at level INFO, like its devices and why a fit stopped, which stay.
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(is_no_tip)
     warnings.filterwarnings("ignore", ".*LeafSpec")  # of torch on Lightning, in every run
@@ -50,41 +46,32 @@ def function_of(command: str) -> Any:
 
 
 class CommandCLI(RobustCLI):
-    """Builds what `test` (or, if it is not to be run, `fit`) would run, and runs a command on it.
-
-    Args:
-        line: the command line.
-        run: run the command in place of `test`; False only builds.
-    """
+    """Builds what `test` (or, without `run`, `fit`) would run, and runs a command instead."""
 
     def _method(self) -> str:
         return "test"
 
     def add_arguments_to_parser(self, parser: Any) -> None:
-        """Add the command's options, which configuration files may hold, to those of the run."""
         super().add_arguments_to_parser(parser)
         parser.add_class_arguments(config_of(self.line.command), instantiate=False)
 
     def before_instantiate_classes(self) -> None:
-        """Leave the options of the run alone, so that its recipe is one for `fit` and `test`."""
         super().before_instantiate_classes()
+        # The recipe keeps the options of the run alone: it is one for `fit` and `test`.
         for option in fields(type(self.line.options)):
             del self.config[option.name]
 
     def test(self, model: Any, datamodule: Any, ckpt_path: str | None = None, **_: Any) -> None:
-        """Run the command in place of `test`; exit with code 1 if it says so."""
-        if ckpt_path:
+        if ckpt_path:  # the trainer, which would load it, does not run
             load_weights(model, self.checkpoint_io.load_checkpoint(ckpt_path))
         self.failed = function_of(self.line.command)(self.line.options, self.built(ckpt_path))
 
     def after_test(self) -> None:
-        """Compare the accuracies with the thresholds, and exit with code 1 after a failure."""
         super().after_test()
         if self.failed:
             raise SystemExit(1)
 
     def built(self, checkpoint: str | None = None) -> Run:
-        """Return what was built."""
         configs = [a.partition("=")[2] for a in self.line.args if a.partition("=")[0] in CONFIG]
         model: Any = self.model
         data: Any = self.datamodule
@@ -115,7 +102,6 @@ def model_overrides(args: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _with_checkpoints(line: CommandLine) -> None:
-    """Run a command that builds a `Run` for each checkpoint, on one device and without a logger."""
     models = line.options.models
     starts: dict[str, Callable[[], tuple[Any, Callable[[Path], Run]]]] = {
         "": lambda: (line.options, partial(_build, line))
@@ -125,18 +111,18 @@ def _with_checkpoints(line: CommandLine) -> None:
             label: partial(_started, line, [*own, f"--label={label}", "--models=null"])
             for label, own in read_models(models, type(line.options)).items()
         }
+    # Each model is built when its turn comes: a folder may get checkpoints for hours.
     function_of(line.command)(line.options, starts)
 
 
 def _started(line: CommandLine, own: list[str]) -> tuple[Any, Callable[[Path], Run]]:
-    """Return the options of a model, and the function that builds the `Run` of a checkpoint."""
     line = read_command_line(line.command, *line.given, *own)
     return line.options, partial(_build, line)
 
 
 def _build(line: CommandLine, path: Path) -> Run:
-    """Build the `Run` of a checkpoint."""
     plugged = [f"--trainer.callbacks+={file}" for file in line.options.suite or ()]
+    # First: the user's own options override them.
     own = ["--trainer.devices=1", "--trainer.logger=false", *plugged]
     line = read_command_line(line.command, *own, *line.given)
     line = replace(line, args=[f"--ckpt_path={path}", *line.args])

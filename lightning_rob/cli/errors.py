@@ -42,10 +42,7 @@ def shorten_jsonargparse_error(message: str) -> str:
 
 
 def shorten_state_dict_error(error: RuntimeError) -> Exception:
-    """Shorten torch's error for weights of another architecture, or for a lost rank.
-
-    Any other error is returned unchanged.
-    """
+    """Shorten torch's error for weights of another architecture, or a lost rank; return others."""
     from lightning_rob.runtime.processes import as_fault  # imports torch
 
     message = str(error)

@@ -65,23 +65,19 @@ class Parser(LightningArgumentParser):
         super().__init__(*args, allow_abbrev=False, **options)
 
     def parse_string(self, content: str, *args: Any, **options: Any) -> Any:
-        """Parse a recipe; jsonargparse calls it in the recipe's folder."""
+        # jsonargparse calls this in the recipe's folder.
         recipe = load(content)
         expanded = expand_recipe(recipe, Path.cwd())
         text = content if expanded == recipe else one_line(expanded)
         return super().parse_string(text, *args, **options)
 
     def dump(self, *args: Any, **options: Any) -> str:
-        """Return a configuration as YAML that `--config` takes beside other files.
-
-        Callbacks become `callbacks+`, which adds to those of other files instead of replacing them.
-        """
+        # `callbacks+` adds to the callbacks of other files instead of replacing them.
         text = super().dump(*args, **options)
         text = re.sub(r"^  callbacks: (null|\[\])\n", "", text, flags=re.M)
         return re.sub(r"^  callbacks:$", "  callbacks+:", text, flags=re.M)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raise InputError with the innermost reason first."""
         raise InputError(shorten_jsonargparse_error(message)) from ex
 
 
@@ -97,11 +93,9 @@ class SaveRecipe(SaveConfigCallback):
 
     @cached_property
     def recipe(self) -> str:
-        """The configuration as YAML."""
         return str(self.parser.dump(self.config, skip_none=False, skip_validation=True))
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Write `config.yaml` once, if the run has a folder."""
         if not self.already_saved and (folder := writing_folder(trainer)):
             atomic_write_text(folder / self.config_filename, self.recipe)
         self.already_saved = True
@@ -109,19 +103,15 @@ class SaveRecipe(SaveConfigCallback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Add the text: without live objects, the checkpoint loads with weights only."""
-        checkpoint[RECIPE] = self.recipe
+        checkpoint[RECIPE] = self.recipe  # as text: a checkpoint loads with weights only
 
 
 class RobustCLI(LightningCLI):
     """LightningCLI for modules and data of this package, and anybody's that it may import.
 
     It has one parser for a command and its options. That of Lightning has one more for each
-    subcommand, and parses and checks a recipe twice.
-
-    Args:
-        line: the command line; given as a list, its first word is the command if it is to be run.
-        run: run the command; False only builds model, data and trainer.
+    subcommand, and parses and checks a recipe twice. A line given as a list begins with the command
+    if it is to be run; without `run` it only builds model, data and trainer.
     """
 
     def __init__(self, line: CommandLine | Sequence[str], run: bool = True) -> None:
@@ -162,15 +152,10 @@ class RobustCLI(LightningCLI):
             raise Fault(str(error).strip().rpartition("\n")[2]) from error
 
     def _method(self) -> str:
-        """Return the name of the trainer's method that is run."""
         return self.line.command
 
     def _recipe_of_checkpoint(self) -> list[str]:
-        """Return the recipe of `--ckpt_path` as an option, which the other arguments may override.
-
-        Raises:
-            InputError: neither a configuration nor a checkpoint says what to run.
-        """
+        """Return the recipe of `--ckpt_path` as an option that other arguments may override."""
         path, recipe = self.line.checkpoint, None
         given = any(re.match(r"--(model|config)|-c", arg) for arg in self.line.args)
         given = given or any(map(asks_for_page, self.line.args))
@@ -188,7 +173,6 @@ class RobustCLI(LightningCLI):
         return [f"--config={recipe}"]
 
     def setup_parser(self, add_subcommands: bool, main_kwargs: Any, subparser_kwargs: Any) -> None:
-        """Add the options of the trainer's method that is run to those of the recipe."""
         super().setup_parser(False, main_kwargs, subparser_kwargs)
         self.method_options: list[str] = []
         if self.method:
@@ -197,18 +181,12 @@ class RobustCLI(LightningCLI):
             self.method_options = added
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the options of this package and the logger's defaults."""
         parser.add_class_arguments(RunOptions, as_group=False)
         logger = "lightning.pytorch.loggers.TensorBoardLogger"
         settings = {"save_dir": "logs", "name": None, "default_hp_metric": False}
         parser.set_defaults({"trainer.logger": {"class_path": logger, "init_args": settings}})
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse the given list, and let the run load weights only, from an existing file.
-
-        Raises:
-            InputError: a configuration file asks for more, or names no checkpoint.
-        """
         self.config = parser.parse_args(args)
         if self.config.get("weights_only") is False:
             raise InputError(
@@ -221,21 +199,19 @@ class RobustCLI(LightningCLI):
             raise InputError(f"there is no checkpoint {path}")
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
-        """Return the arguments of the trainer's method."""
         options = {key: self.config_init[key] for key in self.method_options}
         return options | {"model": self.model, "datamodule": self.datamodule}
 
     def instantiate_trainer(self, **options: Any) -> Trainer:
-        """Build the trainer with the guard, and with safe checkpoints unless a plugin differs."""
         trainer = super().instantiate_trainer(**options)
         guard = TerminateOnNonFinite(self._rank_timeout())
         trainer.callbacks.insert(0, guard)  # type: ignore[attr-defined]
+        # A plug-in for checkpoints that the user chose stays.
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = self.checkpoint_io
         return trainer
 
     def predict(self, **options: Any) -> None:
-        """Write the class probabilities of each image to `predictions.csv` in the run's folder."""
         if not isinstance(self.model, RobustModule):
             kind = type(self.model).__name__
             raise InputError(f"predict is for modules of lightning_rob.modules, got {kind}")
@@ -261,12 +237,10 @@ class RobustCLI(LightningCLI):
         return self.config.get("rank_timeout")
 
     def _launched_ranks(self) -> Any:
-        """Return the processes of the other ranks that this process has launched."""
         strategy = getattr(getattr(self, "trainer", None), "strategy", None)
         return getattr(getattr(strategy, "launcher", None), "procs", ())
 
     def _describe(self, error: Exception) -> str:
-        """Return an error's message; for a full disk, name the folder."""
         if not isinstance(error, OSError) or error.errno not in UNWRITABLE:
             return str(error)
         loggers = getattr(getattr(self, "trainer", None), "loggers", ())
@@ -275,16 +249,15 @@ class RobustCLI(LightningCLI):
         return f"{place} cannot be written: {error.strerror}; what was there before is whole"
 
     def before_instantiate_classes(self) -> None:
-        """Check the thresholds before hours of attacks."""
+        # Before hours of attacks.
         self.minima = parse_thresholds(text) if (text := self.config.get("fail_under")) else {}
 
     def before_fit(self) -> None:
-        """Refuse options of the trainer that do not fit before a logger makes the run's folder."""
+        # Before a logger makes the run's folder.
         if isinstance(self.model, RobustModule):
             self.model.check_trainer(self.trainer)
 
     def before_validate(self) -> None:
-        """Report what makes the figures others than they seem."""
         if not self.config.get("ckpt_path"):
             self.before_predict()
             return
@@ -299,9 +272,9 @@ class RobustCLI(LightningCLI):
             self._print(f"Radius: the attacks are at {', '.join(radii)}; the training was {why}")
 
     def before_predict(self) -> None:
-        """Report that the weights are random: a model that is built again has others."""
         if self.config.get("ckpt_path"):
             return
+        # Random weights differ when the model is built again; those of a file do not.
         with isolate_rng():
             torch.manual_seed(torch.initial_seed() + 1)
             again = build(LightningModule, self.recipe()["model"])
@@ -310,9 +283,9 @@ class RobustCLI(LightningCLI):
             self._print("No weights: no checkpoint is given, so the network is an untrained one.")
 
     def before_test(self) -> None:
-        """Refuse a threshold for an attack that is not configured, before any attack."""
         self.before_validate()
         attacks = [*self._attacks()]
+        # A threshold for an attack that is not configured would be found missing after hours.
         for name in self.minima if attacks else ():
             prefix, _, attack = name.removeprefix("test/").rpartition("robust/")
             if not prefix and attack != name and attack not in (*attacks, "worst", "clean"):
@@ -328,17 +301,14 @@ class RobustCLI(LightningCLI):
             print(line, flush=True)
 
     def _attacks(self) -> dict[str, Any]:
-        """Return the attacks of the run by name."""
         callbacks: Any = self.trainer.callbacks  # type: ignore[attr-defined]
         found = (getattr(callback, "attacks", None) for callback in callbacks)
         return {name: attack for of_one in found for name, attack in (of_one or {}).items()}
 
     def after_validate(self) -> None:
-        """Compare the accuracies with the thresholds."""
         self._check_thresholds("val")
 
     def after_test(self) -> None:
-        """Compare the accuracies with the thresholds."""
         self._check_thresholds("test")
 
     def _check_thresholds(self, stage: str) -> None:
@@ -350,7 +320,6 @@ class RobustCLI(LightningCLI):
             raise SystemExit(1)
 
     def after_fit(self) -> None:
-        """Print the last checkpoint and the next step; test the best one if asked to."""
         trainer: Any = self.trainer
         names = ("last_model_path", "best_model_path")
         paths = (getattr(c, name, "") for c in trainer.checkpoint_callbacks for name in names)

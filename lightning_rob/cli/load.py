@@ -43,12 +43,7 @@ def load_module(
 ) -> LightningModule:
     """Return the module of a checkpoint that `lightning-rob fit` wrote, with its weights.
 
-    Args:
-        path: the checkpoint, folder or repository, as of `load`.
-        allow_import: packages of yours that it may name, as of `--allow-import`.
-
-    Raises:
-        InputError: no such file, not a checkpoint, or one without a recipe.
+    Arguments and errors are those of `load`.
     """
     checkpoint = read_checkpoint(_local(str(path)))
     recipe = config_in_checkpoint(checkpoint, str(path))
@@ -63,7 +58,6 @@ def load_module(
 
 
 def _local(path: str) -> str:
-    """Return the path of a checkpoint or folder; of a repository of the hub, its folder."""
     if not path.startswith(HUB):
         return find_checkpoint(path)
     try:
@@ -77,9 +71,7 @@ def load_callbacks(
 ) -> list[Callback]:
     """Return the callbacks of plug-in files, by path or by short name such as "arc".
 
-    Args:
-        names: the files; a suite stands for several callbacks.
-        allow_import: packages of yours that they may name, as of `--allow-import`.
+    A suite stands for several callbacks; `allow_import` is as of `load`.
 
     Raises:
         InputError: there is no such plug-in.

@@ -50,10 +50,7 @@ LIGHTNING_ROB_DEBUG=1 shows the whole traceback of an error."""
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line.
-
-    Args:
-        args: the arguments; None takes the shell's.
+    """Run the command line, by default the shell's arguments.
 
     Raises:
         SystemExit: with code 2 and one line on stderr if the input cannot be run, with code 1
@@ -83,10 +80,10 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _show(page: str) -> None:
-    """Print a page, of which a reader such as `head` may take a part."""
     try:
         print(page, flush=True)
     except BrokenPipeError:
+        # `head` has read what it wanted; else Python would complain while it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -129,16 +126,10 @@ def _compute(line: "CommandLine") -> None:
 
 
 def _fail(message: str, code: int = 2, at_once: bool = False) -> NoReturn:
-    """Print one line on stderr and exit.
-
-    Args:
-        message: the error.
-        code: exit code.
-        at_once: skip the exit handlers, of which torch's would wait for a lost rank.
-    """
+    """Print one line on stderr and exit."""
     line = visible(re.sub(r"\s*\n\s*", " ", message.strip()))
     print(f"lightning-rob: error: {line}", file=sys.stderr, flush=True)
-    if at_once:
+    if at_once:  # skip exit handlers: torch's would wait for a lost rank
         sys.stdout.flush()
         os._exit(code)
     raise SystemExit(code)

@@ -17,15 +17,7 @@ OF_PROCESS = {  # options that all models share
 
 
 def read_models(path: Path, config: type[CommandConfig]) -> dict[str, list[str]]:
-    """Return the command line of each model by its name.
-
-    Args:
-        path: YAML file, a mapping from names to options as on the command line, without hyphens.
-        config: options of the command.
-
-    Raises:
-        ValueError: the file has another content, or an option that all models share.
-    """
+    """Return the command line of each model by its name, from a YAML file of names and options."""
     kinds = option_types(config)
     known = {*PARTS, *(option.removeprefix("--") for option in kinds)}
     content = load_file(path, "a list of models")

@@ -57,29 +57,17 @@ OF_RUN = {  # options of `fit`, `test` and others that have no dots
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A command line whose names exist.
-
-    Args:
-        command: the command.
-        given: arguments as they were given.
-        args: arguments of the parser: values are joined, short names replaced by files and
-            plug-ins by their callbacks, fractions by numbers.
-        parts: content that each argument adds to the recipe, in order.
-        allowed: prefixes of `--allow-import`.
-        options: the command's own options; None for `fit` and others of Lightning, and where a page
-            is asked for.
-    """
+    """A command line whose names exist."""
 
     command: str
-    given: tuple[str, ...]
-    args: list[str]
-    parts: list[dict[str, Any]]
-    allowed: list[str]
-    options: Any = None
+    given: tuple[str, ...]  # arguments as they were given
+    args: list[str]  # with joined values, files for short names, callbacks for plug-ins, numbers
+    parts: list[dict[str, Any]]  # content that each argument adds to the recipe, in order
+    allowed: list[str]  # prefixes of `--allow-import`
+    options: Any = None  # the command's own; None for those of Lightning, and for a page
 
     @property
     def checkpoint(self) -> str | None:
-        """Value of `--ckpt_path`."""
         given = [arg for arg in self.args if arg.startswith("--ckpt_path=")]
         return given[-1].partition("=")[2] if given else None
 
@@ -88,10 +76,6 @@ def read_command_line(command: str, *args: str) -> CommandLine:
     """Read the command line of a command that needs torch.
 
     An argument without a name is the checkpoint: `--ckpt_path`, or `--run` of `monitor`.
-
-    Raises:
-        InputError: a name does not exist.
-        ValueError, ModuleNotFoundError, yaml.YAMLError: an option has no meaning.
     """
     config = config_of(command)
     kinds = option_types(config) if config else {}
@@ -153,16 +137,12 @@ def _read_argument(arg: str, known: set[str], kinds: dict[str, Any]) -> tuple[st
 
 
 def _content(value: str) -> Any:
-    """Return the content of an option's value that is a list or mapping; a name as it is."""
+    # A list or mapping; a name stays as it is.
     return load(value) if re.search(r"[\n{[]|: ", value) else value
 
 
 def _read_config(value: str, file: Path | None, known: set[str]) -> dict[str, Any]:
-    """Return the content of a configuration, given as a file or as YAML.
-
-    Raises:
-        InputError: it cannot be read, is not a mapping of known keys, or drops earlier callbacks.
-    """
+    """Return the content of a configuration, given as a file or as YAML."""
     if file is None and re.search(r"\n|: |^\s*\{", value):
         content = load(value)
     elif file is None and not Path(value).exists():
@@ -206,12 +186,7 @@ def _own_options(
 
 
 def parse_records(command: str, args: Sequence[str]) -> Any:
-    """Return the options of a command that reads records.
-
-    Raises:
-        InputError: the command line has no meaning.
-        ValueError: an option has no meaning.
-    """
+    """Return the options of a command that reads records."""
     config: Any = config_of(command)
     joined = join_values(args, option_types(config))
     refuse_unknown(joined, (option.name for option in fields(config)))
@@ -234,12 +209,8 @@ def option_types(config: type[CommandConfig]) -> dict[str, Any]:
 def join_values(args: Sequence[str], kinds: dict[str, Any]) -> list[str]:
     """Write every `--name VALUE` as `--name=VALUE`, so that the value may begin with a minus sign.
 
-    A command's `--flag` becomes `--flag=true`, `--name VALUE` of a list becomes `--name+=VALUE`,
-    and `--two-words` becomes `--two_words`.
-
-    Args:
-        args: the arguments.
-        kinds: types of the command's own options.
+    By `kinds`, the types of the command's own options, `--flag` becomes `--flag=true` and
+    `--name VALUE` of a list `--name+=VALUE`; `--two-words` becomes `--two_words`.
     """
     joined, rest = [], list(args)
     while rest:
@@ -280,7 +251,6 @@ class OptionParser(jsonargparse.ArgumentParser):
     """Parser of options without classes, which reports an error in one line."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raise InputError with the innermost reason first."""
         raise InputError(shorten_jsonargparse_error(message)) from ex
 
 

@@ -25,15 +25,7 @@ BESIDE = ("class_path", "dict_kwargs")  # keys of an object beside its arguments
 
 
 def refuse_unknown(args: Sequence[str], known: Iterable[str]) -> None:
-    """Refuse the first option of a command line that does not exist.
-
-    Args:
-        args: a command line with joined values.
-        known: names of the options, without hyphens and up to the first dot.
-
-    Raises:
-        InputError: there is no option of this name; says the nearest one.
-    """
+    """Refuse the first option that does not exist; `known` are names up to the first dot."""
     options = {f"--{name}" for name in known}
     for arg in args:
         name = arg.partition("=")[0].rstrip("+")
@@ -43,14 +35,9 @@ def refuse_unknown(args: Sequence[str], known: Iterable[str]) -> None:
 
 
 def check_recipe(parts: Iterable[dict[str, Any]], allowed: Sequence[str] = ()) -> None:
-    """Refuse the first class or argument of a recipe that does not exist.
+    """Refuse the first class or argument of a recipe that does not exist, and say the nearest one.
 
-    Args:
-        parts: contents of configuration files and options, of which later ones override.
-        allowed: prefixes of other packages; then any class may be meant.
-
-    Raises:
-        InputError: there is nothing of this name; says the nearest one.
+    Later parts override; where other packages are allowed, any class may be meant.
     """
     recipe: dict[str, Any] = {"trainer": "Trainer"}
     for part in parts:
@@ -79,7 +66,7 @@ def _merged(old: Any, new: Any) -> Any:
     old = {"class_path": old} if isinstance(old, str) else old
     merged = dict(_merged(None, old)) if isinstance(old, dict) else {}
     if new.get("class_path", merged.get("class_path")) != merged.get("class_path"):
-        merged = {}
+        merged = {}  # another class: the arguments of the old one do not fit
     for key, value in new.items():
         name = str(key).rstrip("+")
         before = merged.get(name)
@@ -92,14 +79,7 @@ def _merged(old: Any, new: Any) -> Any:
 
 
 def _check(value: Any, place: str, annotation: str, foreign: bool) -> None:
-    """Refuse the first class or argument in a part of a recipe that does not exist.
-
-    Args:
-        value: the part, merged.
-        place: its option without hyphens.
-        annotation: source of the type that it must have; "" if unknown.
-        foreign: whether classes of other packages may be meant.
-    """
+    """Refuse the first class or argument in a part of a recipe that does not exist."""
     if isinstance(value, list):
         for part in value:
             _check(_merged(None, part), place, annotation, foreign)
@@ -205,11 +185,7 @@ def _is_dataclass(node: ast.ClassDef) -> bool:
 
 
 def arguments_of(path: str) -> dict[str, str] | None:
-    """Return the type of each argument of a class, as source; None if that cannot be known.
-
-    Args:
-        path: import path of the class, or its name.
-    """
+    """Return the type of each argument of a class, as source; None if that cannot be known."""
     nodes = _definitions(path.rpartition(".")[2])
     if ("." in path and not path.startswith(("lightning_rob.", "lightning."))) or not nodes:
         return None
@@ -221,7 +197,7 @@ def arguments_of(path: str) -> dict[str, str] | None:
             given = init[0].args
             listed = [*given.posonlyargs, *given.args, *given.kwonlyargs][1:]
             found |= {a.arg: ast.unparse(a.annotation) if a.annotation else "" for a in listed}
-            passes_on = given.kwarg is not None
+            passes_on = given.kwarg is not None  # as **options, to the base class
         elif _is_dataclass(node):
             for part in node.body:
                 if isinstance(part, ast.AnnAssign) and "ClassVar" not in ast.unparse(part):

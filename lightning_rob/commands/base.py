@@ -28,27 +28,16 @@ WITHOUT_EFFECT = ("batch_size", "eval_batch_size", "workers")  # options of data
 
 @dataclass(frozen=True)
 class Run:
-    """Module, data and trainer of a recipe or of a checkpoint, as `test` would use them.
+    """Module, data and trainer of a recipe or of a checkpoint, as `test` would use them."""
 
-    Args:
-        model: with the weights of the checkpoint, if there is one.
-        data: data module.
-        trainer: trainer.
-        recipe: the whole configuration as plain data, defaults included.
-        name: stem of the first configuration file; "study" without one.
-        checkpoint: path of the checkpoint.
-        command: the command line, for records.
-        overrides: options of the command line that change the model of a checkpoint.
-    """
-
-    model: LightningModule
+    model: LightningModule  # with the weights of the checkpoint, if there is one
     data: LightningDataModule
     trainer: Trainer
-    recipe: dict[str, Any]
-    name: str = "study"
+    recipe: dict[str, Any]  # the whole configuration as plain data, defaults included
+    name: str = "study"  # stem of the first configuration file
     checkpoint: str | None = None
-    command: str = ""
-    overrides: tuple[tuple[str, Any], ...] = ()
+    command: str = ""  # for records
+    overrides: tuple[tuple[str, Any], ...] = ()  # options that change the model of a checkpoint
 
     @property
     def inputs(self) -> Inputs:
@@ -67,11 +56,13 @@ class Run:
         data = dict(self.recipe["data"])
         if self.trainer.limit_test_batches == 1.0:
             options = data.get("init_args") or {}
+            # Every image is evaluated: in which batches does not matter.
             data["init_args"] = {k: v for k, v in options.items() if k not in WITHOUT_EFFECT}
         else:
             trainer["world_size"] = self.trainer.world_size
         found = {"model": self.recipe["model"], "data": data, "trainer": trainer}
         if self.defense.transductive:
+            # Such a defense adapts to a batch as a whole.
             found["round"] = getattr(self.data, "eval_batch_size", None)
         return found | {"versions": versions()}
 
@@ -84,13 +75,7 @@ def trained_threat(module: Any) -> Threat | None:
 
 
 def write_config(config: Mapping[str, Any], path: Path, header: str = "") -> None:
-    """Write a configuration as a file that `--config` takes beside others.
-
-    Args:
-        config: the whole configuration as plain data.
-        path: the file.
-        header: comment lines before it.
-    """
+    """Write a configuration, after comment lines, as a file that `--config` takes beside others."""
     atomic_write_text(path, header + yaml.safe_dump(dict(config), sort_keys=False))
 
 
@@ -117,10 +102,9 @@ class HiddenProgressBar(ProgressBar):
 
 @contextmanager
 def without_reporting(trainer: Trainer) -> Iterator[tuple[list[RobustEval], list[Callback]]]:
-    """Silence a trainer: take its loggers and evaluation, progress-bar and config callbacks away.
+    """Take a trainer's loggers and its evaluation, progress-bar and config callbacks away.
 
-    Yields:
-        Its `RobustEval` callbacks, and those that remain.
+    Yields its `RobustEval` callbacks, and those that remain.
     """
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     reporting = (EvaluationCallback, ProgressBar, SaveConfigCallback)

@@ -17,11 +17,7 @@ SAVED = "saved_state"  # first component of a folder's tensors that are not of t
 
 
 def read_checkpoint(path: str) -> dict[str, Any]:
-    """Load a checkpoint, or a folder of `export`, on the CPU without running code from it.
-
-    Raises:
-        InputError: missing, or not a checkpoint.
-    """
+    """Load a checkpoint, or a folder of `export`, on the CPU without running code from it."""
     if not Path(path).exists():
         raise InputError(f"there is no checkpoint {path}")
     try:
@@ -74,26 +70,13 @@ def _with_tensors(tree: Any, tensors: Mapping[str, Any]) -> Any:
 
 
 def load_weights(model: Any, checkpoint: dict[str, Any]) -> None:
-    """Give a module the weights of a checkpoint.
-
-    Raises:
-        RuntimeError: they are of another architecture.
-        ValueError: they are of another kind of module.
-    """
+    """Give a module the weights of a checkpoint."""
     model.on_load_checkpoint(checkpoint)
     model.load_state_dict(checkpoint["state_dict"], strict=model.strict_loading)
 
 
 def config_in_checkpoint(checkpoint: dict[str, Any], path: str) -> str | None:
-    """Return the model and data of a checkpoint's recipe as YAML; None without a recipe.
-
-    Args:
-        checkpoint: its content.
-        path: its file, for errors.
-
-    Raises:
-        InputError: the recipe is not YAML of a mapping.
-    """
+    """Return the model and data of a checkpoint's recipe as YAML; None without a recipe."""
     recipe = checkpoint.get(RECIPE)
     if recipe is None:
         return None

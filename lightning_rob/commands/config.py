@@ -14,17 +14,11 @@ OF_LIGHTNING = ("fit", "validate", "test", "predict")  # commands
 
 @dataclass(frozen=True)
 class CommandConfig:
-    """Options of a command.
+    """Options of a command."""
 
-    Attributes:
-        usage: arguments in the first line of its page.
-        positional: option that arguments without a name belong to; "" for none.
-        reads_records: whether it reads records of runs, all of its arguments, and needs no torch.
-    """
-
-    usage: ClassVar[str]
-    positional: ClassVar[str] = "ckpt_path"
-    reads_records: ClassVar[bool] = False
+    usage: ClassVar[str]  # arguments in the first line of its page
+    positional: ClassVar[str] = "ckpt_path"  # of arguments without a name; "" for none
+    reads_records: ClassVar[bool] = False  # its arguments, all of them; no torch
 
     @classmethod
     def from_recipe(cls, recipe: Mapping[str, Any]) -> dict[str, Any]:

@@ -57,11 +57,7 @@ class RecipesConfig(CommandConfig):
 
 
 def run(config: RecipesConfig) -> None:
-    """List all files, print those that are named, or copy them into the current folder.
-
-    Raises:
-        InputError: no such file, or a copy that exists already.
-    """
+    """List all files, print those that are named, or copy them into the current folder."""
     if not config.names:
         console = Console()
         if not (console.is_terminal or "COLUMNS" in os.environ):

@@ -52,12 +52,6 @@ class IndexedSubset(Dataset[Sample]):
     The key of an image is `epoch * len(subset) + position` (a plain position is epoch 0). Its
     augmentation is a function of (seed, epoch, index): the same in any worker, any batch and after
     any resumption. The state of torch's global stream is restored.
-
-    Args:
-        source: the images.
-        indices: [N] indices in the source.
-        augmentations: applied to each image in turn, drawing from torch's global stream.
-        seed: seed of the augmentations.
     """
 
     def __init__(
@@ -98,12 +92,7 @@ class IndexedSubset(Dataset[Sample]):
 
 
 def packaged_file(package: str, path: str) -> Path:
-    """Locate a file in an installed package, without importing the package.
-
-    Raises:
-        ModuleNotFoundError: the package is not installed.
-        FileNotFoundError: the package does not contain the file.
-    """
+    """Locate a file in an installed package, without importing the package."""
     spec = find_spec(package)
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError(f"{path} comes with {package}, which is not installed")
@@ -200,7 +189,6 @@ class ImageData(LightningDataModule, ABC):
         return augment or self.preprocessing()
 
     def setup(self, stage: str | None = None) -> None:
-        """Load the images of a stage, once."""
         self._epoch = self._sampler = None  # Lightning loads a checkpoint after this
         if stage in ("fit", "validate", None) and "train" not in self.parts:
             source = self.source(train=True)
@@ -216,10 +204,10 @@ class ImageData(LightningDataModule, ABC):
             self._check_first(source, order)
 
     def _check_first(self, source: Source, indices: Tensor) -> None:
-        """Raise ValueError unless there are images, and the first has the type and shape wanted."""
         kind, wanted = type(self).__name__, [self.channels, self.size, self.size]
         if not len(indices):
             raise ValueError(f"{kind} has none of the images that are asked for")
+        # One image is enough to see a wrong type or size before hours of training.
         x = IndexedSubset(source, indices[:1], self.preprocessing())[0][0]
         if not (isinstance(x, Tensor) and x.is_floating_point()):
             found = x.dtype if isinstance(x, Tensor) else type(x).__name__
@@ -237,11 +225,8 @@ class ImageData(LightningDataModule, ABC):
         return IndexedSubset(part.source, part.indices, self.preprocessing())
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Return this process's shuffled share of the training images, from the resume point on.
-
-        Where shares would be unequal, a few images are in two of them. A module whose processes
-        train different networks (`trains_apart`) has all images on each.
-        """
+        # Where shares would be unequal, a few images are in two of them. A module whose processes
+        # train different networks has all images on each.
         part = self.parts["train"]
         start = resume_point(self.trainer, self.state_dict().get("epoch", self._epoch))
         apart = getattr(self.trainer and self.trainer.lightning_module, "trains_apart", False)
@@ -250,23 +235,19 @@ class ImageData(LightningDataModule, ABC):
         return ResumableLoader(part, sampler=self._sampler, **self._options(self.batch_size))
 
     def val_dataloader(self) -> DataLoader[Any] | list[Any]:
-        """Return this process's share of the validation images; an empty list without any."""
         return self._evaluation("val") if len(self.parts["val"]) else []
 
     def test_dataloader(self) -> DataLoader[Any]:
-        """Return this process's share of the test images."""
         return self._evaluation("test")
 
     def predict_dataloader(self) -> DataLoader[Any]:
-        """Return this process's share of the test images."""
         return self._evaluation("test")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sampler's current epoch; Lightning's own count can run ahead of it."""
+        # Lightning's own count of epochs can run ahead of the sampler's.
         return {} if self._sampler is None else {"epoch": self._sampler.epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the epoch."""
         self._epoch = state_dict["epoch"]
 
     def _evaluation(self, name: str) -> DataLoader[Any]:

@@ -32,11 +32,6 @@ class TorchvisionData(ImageData):
         self.download = download
 
     def prepare_data(self) -> None:
-        """Download the files if asked to.
-
-        Raises:
-            FileNotFoundError: the files are missing.
-        """
         if self.download:
             for train in (True, False):
                 self.open(train, download=True)
@@ -44,25 +39,16 @@ class TorchvisionData(ImageData):
             raise self._missing("not in")
 
     def source(self, train: bool) -> InMemoryImages:
-        """Return all images of the training or the test set.
-
-        Raises:
-            FileNotFoundError: files are missing or fail torchvision's checksum.
-        """
         opened = self.open(train)
         images = torch.as_tensor(opened.data)
-        if images.ndim == 3:
+        if images.ndim == 3:  # grey
             images = images[:, None]
         elif images.shape[-1] == 3:
             images = images.permute(0, 3, 1, 2).contiguous()
         return InMemoryImages(images, getattr(opened, "labels" if self.by_split else "targets"))
 
     def open(self, train: bool, download: bool = False) -> Any:
-        """Return torchvision's training or test set.
-
-        Raises:
-            FileNotFoundError: files are missing or fail torchvision's checksum.
-        """
+        """Return torchvision's training or test set."""
         from torchvision import datasets  # here: the embedded data sets work without torchvision
 
         split = {"split": "train" if train else "test"} if self.by_split else {"train": train}
@@ -101,11 +87,6 @@ class FashionMNIST(TorchvisionData):
     mean, std = (0.2860,), (0.3530,)
 
     def prepare_data(self) -> None:
-        """Unpack Debian's files if they are installed, else download if asked to.
-
-        Raises:
-            FileNotFoundError: the files are missing.
-        """
         target = Path(self.root) / self.location
         if self.packaged.exists() and not target.exists():
             unfinished = target.with_name("unfinished")
@@ -135,7 +116,6 @@ class CIFAR10(TorchvisionData):
     mean, std = (0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616)
 
     def default_augment(self) -> list[Augment]:
-        """Shift and flip."""
         return shift_and_flip()
 
 
@@ -150,10 +130,9 @@ class CIFAR100(TorchvisionData):
     mean, std = (0.50708, 0.48655, 0.44092), (0.26733, 0.25644, 0.27615)
 
     def default_augment(self) -> list[Augment]:
-        """Shift, flip and rotate by up to 15 degrees, as the ARC authors' code does."""
         from torchvision.transforms import v2
 
-        return [*shift_and_flip(), v2.RandomRotation(15)]
+        return [*shift_and_flip(), v2.RandomRotation(15)]  # as the ARC authors' code
 
 
 class SVHN(TorchvisionData):
@@ -167,8 +146,7 @@ class SVHN(TorchvisionData):
     mean, std = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
 
     def default_augment(self) -> list[Augment]:
-        """Shift and flip, as the ARC authors' code does even to digits."""
-        return shift_and_flip()
+        return shift_and_flip()  # as the ARC authors' code does even to digits
 
 
 class GTSRB(TorchvisionData):
@@ -214,14 +192,12 @@ class GTSRB(TorchvisionData):
         self.equalize = equalize
 
     def source(self, train: bool) -> InMemoryImages:
-        """Return all training or test images of the classes."""
         samples = self.open(train)._samples  # not public, but else every image would be read
         files = [(path, label) for path, label in samples if label < self.classes]
         images = torch.stack([self._read(path) for path, _ in files])
         return InMemoryImages(images, [label for _, label in files])
 
     def _read(self, path: str) -> Tensor:
-        """Read an image, [3, 32, 32] uint8."""
         from torchvision.transforms.v2 import functional
 
         with Image.open(path) as image:
@@ -230,11 +206,10 @@ class GTSRB(TorchvisionData):
         return functional.equalize(pixels) if self.equalize else pixels
 
     def test_order(self, count: int) -> Tensor:
-        """Return a shuffled order, because an evaluation may stop early."""
+        # Shuffled, because an evaluation may stop early.
         return torch.randperm(count, generator=self.split_generator(1))
 
     def default_augment(self) -> list[Augment]:
-        """Rotate, shift and change the perspective."""
         from torchvision.transforms import v2
 
         moved = v2.RandomAffine(15, translate=(2.5 / 32, 2.5 / 32))

@@ -32,7 +32,6 @@ PHOTOS = {
 
 @cache
 def _digits() -> Tensor:
-    """Read 500 images of each digit: [10, 500, 1, 28, 28] uint8."""
     with np.load(Path(__file__).with_name("mnist_5k.npz")) as file:
         return torch.from_numpy(file["digits"])
 
@@ -58,8 +57,8 @@ class Digits5k(ImageData):
         super().__init__(val_size=val_size, **options)
 
     def source(self, train: bool) -> InMemoryImages:
-        """Return the images, ten different digits in every ten in a row."""
-        # Each digit has an order of its own, the same for the training and the test images.
+        # Ten different digits in every ten in a row. Each digit has an order of its own, the same
+        # for the training and the test images.
         draws = torch.rand(10, 500, generator=self.split_generator(1))
         chosen = draws.argsort(1)[:, 100:] if train else draws.argsort(1)[:, :100]
         images = _digits()[torch.arange(10), chosen.T]
@@ -68,7 +67,6 @@ class Digits5k(ImageData):
 
 @cache
 def _photo(name: str) -> Tensor:
-    """Read a photograph, [3, H, W] uint8."""
     with Image.open(packaged_file(*PHOTOS[name])) as image:
         return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
 
@@ -84,17 +82,7 @@ def cells(height: int, width: int, kind: str) -> Tensor:
 
 
 def crops(photo: Tensor, kind: str, count: int, generator: torch.Generator) -> Tensor:
-    """Draw random crops, each from within one cell, at half their size.
-
-    Args:
-        photo: [3, H, W] uint8.
-        kind: train, val or test, the kind of cells to crop.
-        count: N crops.
-        generator: draws the cells and the places in them.
-
-    Returns:
-        [N, 3, 32, 32] uint8.
-    """
+    """Draw random crops [N, 3, 32, 32] of a photograph, each from one cell, at half their size."""
     corners = cells(photo.shape[1], photo.shape[2], kind)
     cell = corners[torch.randint(len(corners), (count,), generator=generator)]
     place = cell + torch.randint(CELL - CROP + 1, (count, 2), generator=generator)
@@ -133,7 +121,6 @@ class Patches10(ImageData):
         self.test_size = test_size
 
     def source(self, train: bool) -> InMemoryImages:
-        """Return the training crops followed by those for validation, or the test crops."""
         if not train:
             return InMemoryImages(*self._crops("test", self.test_size))
         train_images, train_labels = self._crops("train", self.train_size)
@@ -142,12 +129,11 @@ class Patches10(ImageData):
         return InMemoryImages(images, torch.cat([train_labels, val_labels]))
 
     def hold_out(self, count: int) -> tuple[Tensor, Tensor]:
-        """Split in order: validation images have cells of their own."""
+        # In order: validation images have cells of their own.
         return torch.arange(self.train_size), torch.arange(self.train_size, count)
 
     def _crops(self, kind: str, count: int) -> tuple[Tensor, Tensor]:
-        """Return images [count, 3, 32, 32] and labels [count]; the photographs take turns."""
-        labels = torch.arange(count) % self.classes
+        labels = torch.arange(count) % self.classes  # the photographs take turns
         images = torch.empty(count, 3, CROP // 2, CROP // 2, dtype=torch.uint8)
         for label, name in enumerate(PHOTOS):
             generator = self.split_generator(list(KINDS).index(kind), label)

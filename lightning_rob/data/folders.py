@@ -23,18 +23,10 @@ def _pixels(image: Image.Image) -> Tensor:
 
 
 def read_images(path: str) -> Tensor:
-    """Read images from a file, such as those of an attack.
+    """Read images from a file, such as those of an attack, as [N, C, H, W] float32 in [0, 1].
 
-    Args:
-        path: a tensor or an array [N, C, H, W] (`.pt`, `.npy`), or a dict or archive with one
-            called x (`.pt`, `.npz`); floating point in [0, 1], or uint8.
-
-    Returns:
-        [N, C, H, W] float32 in [0, 1].
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file does not hold such images.
+    The file is a tensor or an array [N, C, H, W] (`.pt`, `.npy`), or a dict or archive with one
+    called x (`.pt`, `.npz`); floating point in [0, 1], or uint8.
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"there is no file of images {path}")
@@ -112,33 +104,29 @@ class Images(ImageData):
                 )
 
     def preprocessing(self) -> list[Augment]:
-        """Resize, then crop the centre."""
         from torchvision.transforms import v2
 
         return [v2.Resize(self.resize), v2.CenterCrop(self.size)]
 
     def default_augment(self) -> list[Augment]:
-        """Return a random crop resized to `crop`, and a flip."""
         from torchvision.transforms import v2
 
         return [v2.RandomResizedCrop(self.size), v2.RandomHorizontalFlip()]
 
     def source(self, train: bool) -> Source:
-        """Return training images followed by validation images of a folder; or test images."""
         names = [self.test]
         if train:
             names = ["train", "val"] if self.has_val_folder else ["train"]
         return ConcatDataset([self._folder(name) for name in names])
 
     def hold_out(self, count: int) -> tuple[Tensor, Tensor]:
-        """Draw validation images, unless they have a folder."""
         if not self.has_val_folder:
             return super().hold_out(count)
-        first = count - len(self._folder("val"))
+        first = count - len(self._folder("val"))  # `source` puts them last
         return torch.arange(first), first + self.test_order(count - first)
 
     def test_order(self, count: int) -> Tensor:
-        """Return a shuffled order: files are sorted by class, and an evaluation may stop early."""
+        # Files are sorted by class, and an evaluation may stop early.
         return torch.randperm(count, generator=self.split_generator(1))
 
     def _folder(self, part: str) -> Any:

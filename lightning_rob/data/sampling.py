@@ -13,54 +13,38 @@ from lightning_rob.randomness import derive_seed
 
 
 class ResumePoint(NamedTuple):
-    """The place where training continues.
+    """The place where training continues."""
 
-    Args:
-        epoch: the sampler's number of the epoch.
-        batches: batches of this epoch that are done.
-        ahead: Lightning's number of the epoch minus the sampler's. With max_steps Lightning gives
-            a new number to an epoch that it resumes, even to one that was over.
-    """
-
-    epoch: int = 0
-    batches: int = 0
+    epoch: int = 0  # the sampler's number
+    batches: int = 0  # of this epoch that are done
+    # Lightning's number of the epoch minus the sampler's. With max_steps Lightning gives a new
+    # number to an epoch that it resumes, even to one that was over.
     ahead: int = 0
 
 
 def resume_point(trainer: Trainer | None, last: int | None) -> ResumePoint:
-    """Return where the trainer, its counters perhaps restored from a checkpoint, continues.
-
-    Args:
-        trainer: None for a loader without a trainer.
-        last: the sampler's number of the last epoch in training; None before the first.
-    """
+    """Return where the trainer continues; `last` is the sampler's number of the last epoch."""
     if trainer is None:
         return ResumePoint()
     loop: Any = trainer.fit_loop
     coming = loop.epoch_progress.current.processed  # Lightning's number of the coming epoch
     ahead = 0 if last is None else coming - last - int(not loop.restarting)
-    batches = _batches_done(loop.epoch_loop.batch_progress) if loop.restarting else 0
+    batches = 0
+    if loop.restarting:
+        progress = loop.epoch_loop.batch_progress
+        # Not `completed`: saved in on_train_batch_end, it lacks the batch that Lightning will not
+        # redo.
+        batches = progress.current.processed
+        if progress.is_last_batch and batches == progress.current.ready:
+            batches = sys.maxsize  # the epoch is over
     return ResumePoint(coming - ahead, batches, ahead)
-
-
-def _batches_done(progress: Any) -> int:
-    # Not `completed`: saved in on_train_batch_end, it lacks the batch that Lightning will not redo.
-    done: int = progress.current.processed
-    return sys.maxsize if progress.is_last_batch and done == progress.current.ready else done
 
 
 class EpochSampler(DistributedSampler[int]):
     """Shuffle as a function of (seed, epoch), from any batch of an epoch on.
 
     It yields `epoch * len(dataset) + position`, so that the data set knows the epoch in any worker.
-
-    Args:
-        dataset: the images to shuffle.
-        batch_size: images per batch and process, to count the images that are done.
-        seed: seed of the shuffles.
-        start: where to start; its batches are left out of its epoch only.
-        num_replicas: number of processes that share the images.
-        rank: rank of this process.
+    The batches of `start` are left out of its epoch only.
     """
 
     def __init__(
@@ -78,11 +62,9 @@ class EpochSampler(DistributedSampler[int]):
         self.epoch = start.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch by Lightning's number; called before every epoch."""
         super().set_epoch(epoch - self.start.ahead)
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the keys of this process's images of the current epoch."""
         assert isinstance(self.dataset, Sized)
         count = len(self.dataset)
         generator = torch.Generator().manual_seed(derive_seed(self.seed, self.epoch))
@@ -100,26 +82,20 @@ class ResumableLoader(DataLoader[Any]):
     """
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Yield the batches of an epoch."""
         yield from super().__iter__()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return no state: Lightning's counters are enough."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: there is no state."""
+        """Do nothing: Lightning's counters are enough."""
 
 
 def every_image_once(
     dataset: Dataset[Any], num_replicas: int = 1, rank: int = 0
 ) -> UnrepeatedDistributedSampler:
-    """Return a sampler in order that repeats no image, for any number of processes.
-
-    Raises:
-        ValueError: a process would get no image, and the others would wait for it.
-    """
+    """Return a sampler in order that repeats no image, for any number of processes."""
     assert isinstance(dataset, Sized)
-    if len(dataset) < num_replicas:
+    if len(dataset) < num_replicas:  # the others would wait for a process without images
         raise ValueError(f"{len(dataset)} images cannot be shared by {num_replicas} processes")
     return UnrepeatedDistributedSampler(dataset, num_replicas, rank, shuffle=False)

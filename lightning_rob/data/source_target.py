@@ -69,38 +69,30 @@ class SourceTargetData(ImageData):
             self._check(type(target).__name__, (target.channels, target.size, target.size))
 
     def prepare_data(self) -> None:
-        """Download both data sets if asked to."""
         self.base.prepare_data()
         self.target.prepare_data()
 
     def source(self, train: bool) -> Source:
-        """Return the images of the labelled data set."""
         return self.base.source(train)
 
     def default_augment(self) -> list[Augment]:
-        """Return the augmentation of the labelled data set."""
         return self.base.default_augment()
 
     def preprocessing(self) -> list[Augment]:
-        """Return the preprocessing of the labelled data set."""
         return self.base.preprocessing()
 
     def hold_out(self, count: int) -> tuple[Tensor, Tensor]:
-        """Split as the labelled data set does."""
         return self.base.hold_out(count)
 
     def test_order(self, count: int) -> Tensor:
-        """Return the order of the labelled data set."""
         return self.base.test_order(count)
 
     def setup(self, stage: str | None = None) -> None:
-        """Load the images of a stage, once."""
         super().setup(stage)
         if stage in ("fit", None) and "target" not in self.parts:
             self.parts["target"] = self._target()
 
     def train_dataloader(self) -> Any:
-        """Return this process's shuffled shares of both sets, from the resume point on."""
         start = resume_point(self.trainer, self.state_dict().get("epoch", self._epoch))
         part = self.parts["target"]
         # A seed of its own: else two sets of one size would be in the same order.
@@ -109,7 +101,7 @@ class SourceTargetData(ImageData):
         return CombinedLoader({"source": super().train_dataloader(), "target": target}, "min_size")
 
     def _target(self) -> IndexedSubset:
-        """Return all unlabelled images, augmented like the source's, to keep the domains alike."""
+        # Augmented like the source's, to keep the domains alike.
         augment = self.default_augment() if self.augment is None else self.augment
         if self.images is None:
             images: Source = self.target.source(train=False)

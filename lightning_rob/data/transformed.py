@@ -21,12 +21,7 @@ MAKERS = ("lightning-rob", "torch", "kornia", "scikit-image", "scikit-learn")
 
 
 class TransformedCache:
-    """Images of a subset in memory, transformed on request.
-
-    Args:
-        part: the images, not augmented.
-        folder: folder that caches transformed images for later runs; None caches none.
-    """
+    """Images of a subset in memory, transformed on request; a folder keeps them for later runs."""
 
     def __init__(self, part: IndexedSubset | Sequence[Sample], folder: str | None = None) -> None:
         rows = [part[i] for i in range(len(part))]
@@ -50,11 +45,7 @@ class TransformedCache:
     ) -> Tensor:
         """Return all images [N, C, H, W] transformed; the randomness is keyed by image.
 
-        Args:
-            transform: the transformation.
-            name: its name.
-            seed: seed of its randomness.
-            progress: called with the number of images after each chunk.
+        `progress` is called with the number of images after each chunk.
         """
         path = self._path(transform, name, seed)
         if path and path.exists():
@@ -73,9 +64,9 @@ class TransformedCache:
         return images
 
     def _path(self, transform: Transform, name: str, seed: int) -> Path | None:
-        """Return the cache file of these images under a transformation with a seed."""
         if self.folder is None:
             return None
+        # Another version of a library may transform otherwise: its images get another name.
         made_by = [version(package) for package in MAKERS]
         identity = f"{self.digest} {transform!r} {seed} {made_by}"
         return Path(self.folder) / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.pt"

@@ -18,16 +18,8 @@ def adp(logits: Tensor, y: Tensor, alpha: float, beta: float) -> Tensor:
     """Compute the regulariser alpha * entropy of the mean prediction + beta * log diversity.
 
     The ensemble diversity is det(M^T M): the squared volume spanned by the members' predictions,
-    each without the true class and of unit 2-norm (Pang et al. 2019, section 3).
-
-    Args:
-        logits: [M, B, K] of the members.
-        y: [B] labels.
-        alpha: weight of the entropy.
-        beta: weight of the diversity.
-
-    Returns:
-        [B], which training maximises.
+    each without the true class and of unit 2-norm (Pang et al. 2019, section 3). Training
+    maximises the result: logits [M, B, K] and labels [B] -> [B].
     """
     # All from logits, because the small probabilities of a confident network round to zero.
     logits = logits.float() if logits.itemsize < 4 else logits
@@ -62,7 +54,6 @@ class ADP(JointTraining):
         self.alpha, self.beta = alpha, beta
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return summed cross-entropies minus the regulariser, averaged over images."""
         logits = self.defense.logits(self.attacked(x, y))
         check_labels(y, logits.shape[-1])
         losses = cross_entropy(logits, y).sum(0)

@@ -43,7 +43,6 @@ class AdversarialTraining(RobustModule):
         fraction: share of each batch that is attacked, its first images; the others stay clean.
         trades_beta: weight of the TRADES term (Zhang et al. 2019, eq. 5), whose attack, a PGD with
             random start, maximises the divergence; None trains by cross-entropy.
-        optimizer: parameters -> optimizer.
         lr_scheduler: optimizer -> schedule, stepped once an epoch.
         defense: network -> defense that is trained and attacked.
         draws: number of draws of a random defense per image in the loss; None takes as many as
@@ -103,33 +102,25 @@ class AdversarialTraining(RobustModule):
 
     @property
     def method(self) -> str:
-        """The training as tables and model cards call it."""
         return super().method if self.attack else "Standard training"
 
     def setup(self, stage: str) -> None:
-        """Load the initial weights; a resumed run overwrites them with its own."""
-        if stage == "fit" and self.weights is not None:
+        if stage == "fit" and self.weights is not None:  # a resumed run overwrites them
             load_weights(self.net[0], self.weights)
 
     def check_trainer(self, trainer: Trainer) -> None:
-        """Refuse precisions in which a weight perturbation would be lost or overflow."""
         if self.awp is not None and trainer.precision not in PERTURBABLE:
             raise MisconfigurationException(
                 f"awp is for precision {', '.join(PERTURBABLE)}, got {trainer.precision}"
             )
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the cross-entropy on the batch, `fraction` of it attacked, or TRADES' or MART's.
-
-        With `awp` it is the loss at the perturbed weights, and so is its gradient.
-        """
         batch = (x, self._perturbed(x, y), y)
         if self.awp is None:
             return self._loss_on(*batch)
         return loss_at_perturbed_weights(self.defense, self._loss_on, batch, self.awp)
 
     def _perturbed(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the batch with `fraction` of its images attacked."""
         if self.attack is None:
             return x
         count = round(self.fraction * len(x))
@@ -138,12 +129,12 @@ class AdversarialTraining(RobustModule):
             return torch.cat([self.attack(self.defense, x[:count], y[:count], noise), x[count:]])
         assert is_pgd(self.attack)
         with attacking(self.defense) as defense, torch.no_grad():
+            # The attack leaves the clean prediction constant; the loss moves both.
             clean = _Divergence(self.defense, defense.logits(x)[0].softmax(-1))
         attack = replace(self.attack, objective=_mean_divergence)
         return attack(clean, x, torch.zeros_like(y), noise)
 
     def _loss_on(self, x: Tensor, x_adv: Tensor, y: Tensor) -> Tensor:
-        """Return the loss of images, attacked images and labels at the current weights."""
         if self.trades_beta is None and self.mart_beta is None:
             own_noise = self.noise and self.noise.fold_in(1)  # independent of the attack's draws
             logits, weights = self.defense.sample_logits(x_adv, own_noise, self.draws)
@@ -157,6 +148,7 @@ class AdversarialTraining(RobustModule):
             return classification_loss(clean, y) + self.trades_beta * divergence
         assert self.mart_beta is not None
         divergence = kl_div(log_probs, probs, reduction="none").sum(-1)
+        # MART weighs an image by how wrong its clean prediction is.
         misclassified = 1 - probs.gather(1, y[:, None])[:, 0]
         boosted = boosted_cross_entropy(adversarial, y)
         return (boosted + self.mart_beta * misclassified * divergence).mean()
@@ -177,6 +169,7 @@ class _Divergence(Defense):
         clean: Tensor = self.clean()
         logits = self.defense.logits(x, generator)
         precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        # 0 log 0 is 0: without the minimum it would be no number.
         gap = clean.clamp_min(1e-30).log() - precise.log_softmax(-1)
         return (clean * gap).sum(-1, keepdim=True)
 

@@ -82,11 +82,9 @@ class RobustModule(LightningModule, ABC):
         """Raise MisconfigurationException if an option of the trainer does not fit this module."""
 
     def on_fit_start(self) -> None:
-        """Check the trainer's options; the command line does so before it writes anything."""
         self.check_trainer(self.trainer)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Compute and log the loss, `train/loss`, with the randomness of this step."""
         return self.train_on(self.indexed(batch, batch_idx), batch_idx)
 
     def train_on(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -100,34 +98,27 @@ class RobustModule(LightningModule, ABC):
         return loss
 
     def on_validation_epoch_start(self) -> None:
-        """Broadcast rank 0's BatchNorm statistics: checkpoints hold them, so they are evaluated."""
+        # Each rank has BatchNorm statistics of its own; checkpoints hold those of rank 0.
         for buffer in self.buffers() if self.trainer.world_size > 1 else ():
             torch.distributed.broadcast(buffer, 0)
 
     def on_test_epoch_start(self) -> None:
-        """Broadcast rank 0's BatchNorm statistics before a test too."""
         self.on_validation_epoch_start()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Log the clean accuracy, `val/acc`."""
         self._score("val", self.val_accuracy, self.indexed(batch, batch_idx))
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        """Log the clean accuracy, `test/acc`."""
         self._score("test", self.test_accuracy, self.indexed(batch, batch_idx))
 
     def on_predict_start(self) -> None:
-        """Count from the first image; give transductive defenses the labelled training images."""
         self._predicted = 0
         give_source(self.defense, lambda: labelled_images(self.trainer))
 
     def predict_step(self, batch: Any, batch_idx: int) -> tuple[Tensor, Tensor]:
-        """Return image indices [B] and the probability of each prediction [B, K].
-
-        Images without an index are counted, as Lightning deals them to the processes in turn.
-        """
+        """Return image indices [B] and the probability of each prediction [B, K]."""
         x, _, index = unpacked(self.unpack(batch))
-        if index is None:
+        if index is None:  # counted: Lightning deals images to the processes in turn
             counted = torch.arange(self._predicted, self._predicted + len(x), device=x.device)
             index = counted * self.trainer.world_size + self.global_rank
         self._predicted += len(x)
@@ -153,11 +144,7 @@ class RobustModule(LightningModule, ABC):
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **options: Any) -> Self:
-        """Build the module from the arguments given, with the weights of a checkpoint.
-
-        Checkpoints of `lightning-rob fit` hold a recipe in place of arguments:
-        `lightning_rob.load_module(path)` builds the module from it.
-        """
+        """Build the module from the arguments given, with the weights of a checkpoint."""
         try:
             module: Self = super().load_from_checkpoint(checkpoint_path, *args, **options)
         except TypeError as error:
@@ -180,7 +167,6 @@ class RobustModule(LightningModule, ABC):
         return self.defense
 
     def configure_optimizers(self) -> Any:
-        """Return the optimizer of `trainable_network()` and its schedule."""
         optimizer = self.optimizer(self.trainable_network().parameters())
         schedule = self.lr_scheduler and self.lr_scheduler(optimizer)
         if not schedule:

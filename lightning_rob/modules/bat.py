@@ -37,7 +37,6 @@ class SequentialTraining(RobustModule):
         monitor: logged value that selects a member's best epoch, larger is better; None keeps the
             last weights.
         checkpoints: weights that members start from, one path or null per member.
-        optimizer: parameters of a member -> optimizer.
         lr_scheduler: optimizer -> schedule, stepped once an epoch and restarted for each member.
 
     Raises:
@@ -75,16 +74,13 @@ class SequentialTraining(RobustModule):
 
     @property
     def defense(self) -> Defense:  # type: ignore[override]
-        """Return the ensemble of the members whose training has started."""
         return self._built_once("evaluation", lambda: self.first_members(self.stage + 1))
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the current member's cross-entropy on adversarial images of the attack target."""
         x_adv = self.attack(self._built_once("training", self.attack_target), x, y, self.noise)
         return classification_loss(network_logits(self.trainable_network(), x_adv), y)
 
     def trainable_network(self) -> nn.Module:
-        """Return the member in training."""
         return self.members[self.stage]
 
     def first_members(self, count: int) -> Ensemble:
@@ -93,7 +89,6 @@ class SequentialTraining(RobustModule):
         return Ensemble(self.members[:count], probs / probs.sum())
 
     def _built_once(self, purpose: str, build: Callable[[], Defense]) -> Defense:
-        """Return what `build` returns, built once for each purpose, stage and device."""
         key = purpose, self.stage, self.device
         if key not in self._defenses:
             with torch.inference_mode(False):  # a test may ask first; attacks need gradients later
@@ -106,7 +101,6 @@ class SequentialTraining(RobustModule):
         return min(int((ends <= epoch).sum()), len(self.epochs) - 1)
 
     def check_trainer(self, trainer: Trainer) -> None:
-        """Check that `trainer.max_epochs` is the sum of the members' epochs."""
         total, wanted = sum(self.epochs), trainer.max_epochs
         if wanted != total and not _is_trial(trainer):
             raise MisconfigurationException(
@@ -115,15 +109,13 @@ class SequentialTraining(RobustModule):
             )
 
     def on_train_epoch_start(self) -> None:
-        """Switch to the next member, with a new optimizer, when its first epoch starts."""
         stage = self._stage_at(self.current_epoch)
-        if stage != self.stage:
+        if stage != self.stage:  # a resumed run is there already
             self._finish_member()
             self.stage, self.best = stage, {"value": None, "weights": {}}
             self.trainer.strategy.setup_optimizers(self.trainer)
 
     def on_robust_evaluation(self, metrics: Mapping[str, float]) -> None:
-        """Store the member's weights if they are its best ones."""
         value = metrics.get(self.monitor or "")
         if self.trainer.state.fn != "fit" or value is None:
             return
@@ -133,7 +125,7 @@ class SequentialTraining(RobustModule):
             self.best = {"value": value, "weights": weights, "epoch": self.current_epoch}
 
     def on_train_epoch_end(self) -> None:
-        """Restore a member's best weights after its last epoch, before a checkpoint is written."""
+        # Before a checkpoint is written, which then holds the best weights.
         if self.current_epoch + 1 in torch.tensor(self.epochs).cumsum(0):
             self._finish_member()
 
@@ -148,11 +140,9 @@ class SequentialTraining(RobustModule):
         self.trainable_network().load_state_dict(self.best["weights"])
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Store the index of the member in training and its best weights."""
         checkpoint["staged"] = {"stage": self.stage, "best": self.best}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore what `on_save_checkpoint` stored, before the optimizer is made."""
         state = self.saved_state(checkpoint, "staged")
         self.stage, self.best = state["stage"], state["best"]
 
@@ -169,7 +159,6 @@ class BAT(SequentialTraining):
     """
 
     def attack_target(self) -> Defense:
-        """Return the ensemble of the members before, or the first member itself."""
         return self.first_members(max(self.stage, 1))
 
 
@@ -177,5 +166,4 @@ class IAT(SequentialTraining):
     """Independent adversarial training: each member is trained on its own adversarial images."""
 
     def attack_target(self) -> Defense:
-        """Return the member in training."""
         return Single(self.trainable_network())

@@ -26,15 +26,9 @@ def feature_layers(net: nn.Module) -> list[str]:
 
 
 def features(net: nn.Module, layer: str, x: Tensor) -> Tensor:
-    """Return the output of a layer, or the input of an activation, as in the paper.
+    """Return the output of a layer, or the input of an activation, as in the paper: [B, D].
 
-    Args:
-        net: the network.
-        layer: name of a module that it calls; "" is the network itself.
-        x: [B, C, H, W] images.
-
-    Returns:
-        [B, D].
+    `layer` is the name of a module that the network calls; "" is the network itself.
     """
     if not layer:
         return network_logits(net, x)
@@ -62,7 +56,7 @@ class _Features(Defense):
 
     @property
     def foldable_networks(self) -> list[nn.Module]:
-        """Return the network unless folding BatchNorm would change the layer's features."""
+        # A folded BatchNorm moves into the convolution, whose own output it changes.
         unchanged = not self.layer or isinstance(self.net.get_submodule(self.layer), ACTIVATIONS)
         return [self.net] if unchanged else []
 
@@ -87,24 +81,14 @@ def distil(
     """Perturb source images until a layer's features are near the target's (DVERGE, eq. 1).
 
     Minimises ||f(z) - f(target)||_2^2 over z with ||z - source||_inf <= eps, by PGD in eval mode
-    that starts from the source, without the momentum of the authors' code.
-
-    Args:
-        net: [B, C, H, W] -> [B, K].
-        layer: name of the module whose features are f, see `features`.
-        source: [B, C, H, W] images.
-        target: [B, C, H, W] images.
-        eps: radius in pixel units, images span [0, 1].
-        steps: number of steps.
-        step_size: length of a step in pixel units.
-
-    Returns:
-        Distilled images z, [B, C, H, W].
+    that starts from the source, without the momentum of the authors' code. Images and z are
+    [B, C, H, W]; `eps` and `step_size` are in pixel units; for `layer` see `features`.
     """
     with attacking(Single(net)) as copied, torch.no_grad():
         near = _Features(net, layer, features(copied.net, layer, target).float())
     threat = Threat("linf", eps)
     search = PGD(threat, steps, step_size, objective=_negative_square, random_start=False)
+    # PGD asks for labels; the objective looks at features alone.
     unused_labels = torch.zeros(len(source), dtype=torch.int64, device=source.device)
     return search(near, source, unused_labels)
 
@@ -157,7 +141,6 @@ class DVERGE(JointTraining):
         self.diversity_weight = diversity_weight
 
     def on_train_epoch_start(self) -> None:
-        """Restart optimizer and schedule after the warm-up."""
         if 0 < self.warmup_epochs == self.current_epoch:
             self.trainer.strategy.setup_optimizers(self.trainer)
 
@@ -167,7 +150,6 @@ class DVERGE(JointTraining):
         return self.layers[int(torch.randint(len(self.layers), (), generator=generator))]
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the sum of the members' cross-entropies on images distilled from all others."""
         if self.current_epoch < self.warmup_epochs:
             losses = [classification_loss(network_logits(net, x), y) for net in self.members]
             return torch.stack(losses).sum()

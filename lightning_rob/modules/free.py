@@ -33,7 +33,6 @@ class FreeTraining(RobustModule):
         net: builds the network, [B, C, H, W] -> [B, K].
         threat: the ball; linf in the paper, or l2; not relative.
         replays: m, at least 1; the paper uses 8 for CIFAR-10 and 4 for ImageNet.
-        optimizer: parameters -> optimizer.
         lr_scheduler: optimizer -> schedule, stepped once an epoch.
         attack_target: checkpoint of a trained network of the same architecture, whose adversarial
             images to train on, like the second member of BAT (ARC paper, appendix B.1). The
@@ -64,7 +63,6 @@ class FreeTraining(RobustModule):
         self._perturbed = self.delta  # the current images, which receive the gradient
 
     def on_fit_start(self) -> None:
-        """Load the attack target, if there is one."""
         super().on_fit_start()
         if self.attack_target is not None:
             weight = next(self.defense.parameters())
@@ -72,7 +70,7 @@ class FreeTraining(RobustModule):
             self._target = (net.eval().requires_grad_(False),)
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the cross-entropy on the images with the current perturbation."""
+        # A position that no batch has had yet starts from the clean image.
         missing = max(len(x) - len(self.delta), 0)
         self.delta = torch.cat([self.delta.to(x), x.new_zeros(missing, *x.shape[1:])])
         # The gradient is by the perturbed image: by the perturbation it would be zero where the
@@ -86,7 +84,6 @@ class FreeTraining(RobustModule):
         return classification_loss(self.defense.logits(x)[0], y)
 
     def on_after_backward(self) -> None:
-        """Step the perturbation along the gradient of this pass, and project it into the ball."""
         assert self._perturbed.grad is not None
         step = self.threat.eps * self.threat.steepest(self._perturbed.grad.nan_to_num())
         unbounded = replace(self.threat, bounds=(-math.inf, math.inf))  # `loss` clamps the images
@@ -97,14 +94,11 @@ class FreeTraining(RobustModule):
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
     ) -> None:
-        """Replay the batch: a forward pass, a backward pass and a step each time."""
         for _ in range(self.replays):
-            optimizer.step(closure=optimizer_closure)
+            optimizer.step(closure=optimizer_closure)  # which runs both passes anew
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Store the perturbation."""
         checkpoint["free"] = {"delta": self.delta.detach().cpu()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore what `on_save_checkpoint` stored."""
         self.delta = self.saved_state(checkpoint, "free")["delta"]

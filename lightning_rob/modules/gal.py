@@ -36,7 +36,6 @@ class GAL(JointTraining):
         self.strength = strength
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the members' mean cross-entropy plus the alignment term, averaged over images."""
         x = self.attacked(x, y).detach().requires_grad_()
         losses, gradients = losses_and_gradients(self.members, x, y)
         return (losses.mean(0) + self.strength * gal(gradients)).mean()

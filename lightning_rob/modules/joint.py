@@ -31,15 +31,9 @@ def new_members(
 def losses_and_gradients(
     members: Iterable[nn.Module], x: Tensor, y: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return M members' cross-entropies and their gradients with respect to the images.
+    """Return M members' cross-entropies [M, B] and their gradients [M, B, C * H * W] by the images.
 
-    Args:
-        members: M networks [B, C, H, W] -> [B, K].
-        x: [B, C, H, W] images that require a gradient.
-        y: [B] labels.
-
-    Returns:
-        Losses [M, B] and gradients [M, B, C * H * W], which can be differentiated again.
+    The images [B, C, H, W] require a gradient; the gradients can be differentiated again.
     """
     losses, gradients = [], []
     for member in members:
@@ -71,7 +65,6 @@ class JointTraining(RobustModule):
             ones.
         attack: train on its adversarial images of the ensemble; None trains on clean images.
         checkpoints: weights that members start from, one path or null per member.
-        optimizer: parameters of all members -> optimizer.
         lr_scheduler: optimizer -> schedule, stepped once an epoch.
 
     Raises:

@@ -90,7 +90,6 @@ class PretrainedEnsemble(RobustModule):
         self.defense = defense(built[0]) if defense else Ensemble(built, probs, rule)
 
     def setup(self, stage: str) -> None:
-        """Refuse `fit`."""
         if stage == "fit":
             raise MisconfigurationException(
                 "PretrainedEnsemble has nothing to train: run lightning-rob test (or validate, "
@@ -98,12 +97,10 @@ class PretrainedEnsemble(RobustModule):
             )
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """Raise an error: there is no loss."""
         raise MisconfigurationException("PretrainedEnsemble has no loss: its networks are trained")
 
 
 def _member(make: Callable[[], nn.Module], path: str | None, options: dict[str, Any]) -> nn.Module:
-    """Return a network with weights from the file, or with those that its factory loads."""
     net = make()
     if path is not None:
         return load_weights(net, path, **options)

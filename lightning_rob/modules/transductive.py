@@ -29,7 +29,6 @@ class DANN(RobustModule):
             such as `DANNNet`.
         scale: final weight of the reversed gradient, which grows from 0 over the steps of the run;
             Chen et al. (2022) use 0.1 for MNIST and 1 for CIFAR-10.
-        optimizer: parameters -> optimizer.
         lr_scheduler: optimizer -> schedule, stepped once an epoch.
     """
 
@@ -51,15 +50,14 @@ class DANN(RobustModule):
         self.target = torch.zeros(0)
 
     def check_trainer(self, trainer: Trainer) -> None:
-        """Refuse a run of unknown length: `reversal_weight` needs its progress."""
-        # `estimated_stepping_batches` makes loaders: too early, before a resumed run's counters.
+        # `reversal_weight` needs the progress. `estimated_stepping_batches` is not asked yet: it
+        # makes loaders, before the counters of a resumed run are restored.
         if trainer.max_epochs == -1 and trainer.max_steps == -1:
             raise MisconfigurationException(
                 "DANN needs to know the length of the run: set trainer.max_epochs or max_steps"
             )
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Compute and log the loss on the batch's source and target images."""
         if not (isinstance(batch, dict) and {"source", "target"} <= set(batch)):
             raise MisconfigurationException(
                 "DANN needs unlabelled images beside the labelled ones: "
@@ -70,7 +68,6 @@ class DANN(RobustModule):
         return super().training_step(batch["source"], batch_idx)
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the cross-entropy of the classes plus that of the domains."""
         return domain_adversarial_loss(self.defense.net, x, y, self.target, self.reversal_weight())
 
     def reversal_weight(self) -> float:
@@ -92,7 +89,6 @@ class TADV(RobustModule):
         attack: makes the adversarial images.
         fraction: share of each batch that is attacked, in (0, 1]: its last images; also their
             weight.
-        optimizer: parameters -> optimizer.
         lr_scheduler: optimizer -> schedule, stepped once an epoch.
     """
 
@@ -111,5 +107,4 @@ class TADV(RobustModule):
         self.fraction = fraction
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the loss of `half_adversarial`."""
         return half_adversarial(self.defense, x, y, self.attack, self.fraction, self.noise)

@@ -33,24 +33,15 @@ from lightning_rob.transforms.pool import chosen
 
 @dataclass
 class TrainingState:
-    """Early stopping of the sub-model that this rank trains.
-
-    Args:
-        epochs: number of epochs trained.
-        best_loss: lowest validation loss.
-        epochs_since_best: number of epochs since then.
-        best_weights: weights of that epoch.
-        finished: whether the sub-models of all ranks have stopped.
-    """
+    """Early stopping of the sub-model that this rank trains."""
 
     epochs: int = 0
-    best_loss: float = math.inf
+    best_loss: float = math.inf  # on the validation images
     epochs_since_best: int = 0
     best_weights: dict[str, Tensor] = field(default_factory=dict)
-    finished: bool = False
+    finished: bool = False  # the sub-models of all ranks have stopped
 
     def update(self, loss: float, net: nn.Module) -> None:
-        """Count an epoch with its validation loss, and store the weights of the best one."""
         self.epochs += 1
         self.epochs_since_best += 1
         if loss < self.best_loss:
@@ -81,7 +72,6 @@ class TransformTraining(RobustModule):
         folder: where the weights of finished sub-models are saved, a file each; sub-models that are
             there already are not trained again.
         cache: folder for transformed images; None keeps them in memory while they are needed.
-        optimizer: parameters of a sub-model -> optimizer.
         lr_scheduler: optimizer -> schedule, stepped once an epoch and restarted for each sub-model.
 
     Raises:
@@ -118,14 +108,12 @@ class TransformTraining(RobustModule):
 
     @property
     def complete(self) -> bool:
-        """Whether no sub-model waits for its training."""
         return not self.pending
 
     @property
     def defense(self) -> TransformEnsemble:  # type: ignore[override]
-        """Return the ensemble of the sub-models whose training has started; of all before a fit."""
         started = [i for i in range(len(self.names)) if i not in self.pending]
-        started = started or list(range(len(self.names)))
+        started = started or list(range(len(self.names)))  # all before a fit
         transforms = {self.names[i]: self.transforms[self.names[i]] for i in started}
         ensemble = TransformEnsemble([self.members[i] for i in started], transforms, self.rule)
         return ensemble.to(self.device)
@@ -136,17 +124,14 @@ class TransformTraining(RobustModule):
         return self.current[min(self.global_rank, len(self.current) - 1)] if self.current else -1
 
     def trainable_network(self) -> nn.Module:
-        """Return the sub-model that this rank trains."""
         return self.members[self.member_on_this_rank]
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the cross-entropy on images that are already transformed."""
         return classification_loss(network_logits(self.trainable_network(), x), y)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Compute and log the loss on the transformed images."""
         x, y, index = self.indexed(batch, batch_idx)
-        if "train" in self.images:
+        if "train" in self.images:  # transformed once
             x = self._transformed("train")[self.images["train"].positions(index)].to(x.device)
         else:
             name = self.names[self.member_on_this_rank]
@@ -155,7 +140,6 @@ class TransformTraining(RobustModule):
         return self.train_on((x, y, index), batch_idx)
 
     def setup(self, stage: str) -> None:
-        """Load the images into memory, and the finished sub-models from `folder`."""
         if stage != "fit":
             return
         data = self.trainer.datamodule  # type: ignore[attr-defined]
@@ -173,6 +157,7 @@ class TransformTraining(RobustModule):
                 "TransformTraining by several processes, or with a folder or a cache, needs one of "
                 "the data modules of lightning_rob.data, which know each image by its index"
             )
+        # Rank 0 alone reads the folder, which others may not see.
         finished = self.trainer.strategy.broadcast(self._finished_weights())
         for member, weights in finished.items():
             self.members[member].load_state_dict(weights)
@@ -180,8 +165,8 @@ class TransformTraining(RobustModule):
         self._start_next()
 
     def on_train_start(self) -> None:
-        """Check the trainer's options, and let each rank train on its own."""
         trainer: Any = self.trainer
+        # Each turn trains one sub-model per rank; the current one may be partly done.
         turns = 1 + -(-len(self.pending) // trainer.world_size)
         needed = self.epochs * turns - self.state.epochs if self.current else 0
         needed, most = self.current_epoch + needed, trainer.max_epochs
@@ -209,13 +194,11 @@ class TransformTraining(RobustModule):
             trainer.should_stop = True
 
     def on_train_epoch_start(self) -> None:
-        """Start the next sub-models, with new optimizers, when the current ones have finished."""
         if self.state.finished:
             self._start_next()
             self.trainer.strategy.setup_optimizers(self.trainer)
 
     def on_validation_epoch_start(self) -> None:
-        """Broadcast the current sub-models to all ranks, and compute their validation losses."""
         if self.trainer.state.fn != "fit":
             super().on_validation_epoch_start()
             return
@@ -224,7 +207,6 @@ class TransformTraining(RobustModule):
             self._update_state()
 
     def on_train_epoch_end(self) -> None:
-        """Restore the best weights of finished sub-models, before a checkpoint is written."""
         if not self.state.epochs:
             raise MisconfigurationException(
                 "TransformTraining stops by the validation loss: validate after every epoch, "
@@ -233,7 +215,7 @@ class TransformTraining(RobustModule):
         if not self.state.finished:
             return
         self.trainable_network().load_state_dict(self.state.best_weights)
-        self._exchange()
+        self._exchange()  # before a checkpoint is written by rank 0
         trial = self.trainer.fast_dev_run  # type: ignore[attr-defined]
         if self.folder is not None and self.trainer.is_global_zero and not trial:
             for member in self.current:
@@ -245,7 +227,6 @@ class TransformTraining(RobustModule):
             self.trainer.should_stop = True
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Store which sub-models are in training, and their best weights."""
         checkpoint["transform_training"] = {
             "current": self.current,
             "pending": self.pending,
@@ -255,11 +236,6 @@ class TransformTraining(RobustModule):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore what `on_save_checkpoint` stored, before the optimizer is made.
-
-        A checkpoint of several processes holds the optimizer of rank 0 only. Their sub-models
-        resume from their weights, with new optimizers and all their epochs.
-        """
         saved = self.saved_state(checkpoint, "transform_training")
         own = [[name, repr(one)] for name, one in self.transforms.items()]
         if [list(pair) for pair in saved["transforms"]] != own:
@@ -272,6 +248,8 @@ class TransformTraining(RobustModule):
         self.state = TrainingState(**saved["state"])
         if self._trainer is None or self.trainer.state.fn != "fit":  # `lightning_rob.load` has none
             return
+        # A checkpoint of several processes holds the optimizer of rank 0 only: their sub-models
+        # resume from their weights, with new optimizers and all their epochs.
         if self.state.finished or max(saved["processes"], self.trainer.world_size) > 1:
             if not self.state.finished:
                 self.pending = self.current + self.pending
@@ -279,7 +257,6 @@ class TransformTraining(RobustModule):
             checkpoint["optimizer_states"] = checkpoint["lr_schedulers"] = []
 
     def _start_next(self) -> None:
-        """Start the next pending sub-models, one per rank."""
         count = self.trainer.world_size
         self.current, self.pending = self.pending[:count], self.pending[count:]
         self.state = TrainingState()

@@ -61,16 +61,8 @@ def roughest(
 ) -> Tensor:
     """Search by PGD for images near x with the largest loss gradients, members in eval mode.
 
-    Args:
-        members: M networks [B, C, H, W] -> [B, K].
-        x: [B, C, H, W] images.
-        y: [B] labels.
-        threat: ball to search.
-        steps: steps of PGD from a random start, each of length 2 eps / steps; the authors use 6.
-        generator: source of the random start.
-
-    Returns:
-        [B, C, H, W].
+    The `steps` start from a random point of the ball and have length 2 eps / steps; the authors
+    take 6. Images [B, C, H, W], labels [B] -> [B, C, H, W].
     """
     if threat.eps == 0:
         return x
@@ -135,7 +127,6 @@ class TRS(JointTraining):
         return replace(self.threat, eps=eps)
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return summed cross-entropies plus similarity and roughness, averaged over images."""
         x = self.attacked(x, y).detach().requires_grad_()
         losses, gradients = losses_and_gradients(self.members, x, y)
         rough_x = roughest(self.members, x, y, self.current_threat(), self.steps, self.noise)

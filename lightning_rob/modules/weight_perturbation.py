@@ -22,15 +22,6 @@ def loss_at_perturbed_weights(
     loss, the mean over all processes. Biases and the weights of normalization layers are not
     perturbed; of a parametrized weight (spectral norm, weight norm) the parameters that it is
     computed from are. The optimizer decays w; the authors' code decays w + v.
-
-    Args:
-        defense: module with the weights to perturb.
-        loss: function of the batch, and of the current weights of `defense`.
-        batch: arguments of the loss.
-        gamma: radius of the perturbation as a share of each tensor's norm.
-
-    Returns:
-        A scalar.
     """
     module = _LossModule(defense, loss)
     weights = {
@@ -74,7 +65,6 @@ class _LossModule(nn.Module):
         self.loss = loss
 
     def forward(self, *batch: Tensor) -> Tensor:
-        """Return the loss."""
         return self.loss(*batch)
 
 

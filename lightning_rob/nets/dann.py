@@ -65,6 +65,7 @@ class DANNNet(nn.Module):
         if size < 16:
             raise ValueError(f"size must be at least 16 pixels, got {size}")
         wide, hidden = 2 * width, 4 * width
+        # Two 5x5 convolutions without padding, each followed by pooling.
         inputs = wide * (((size - 4) // 2 - 4) // 2) ** 2
         self.normalize = Normalize.usual(
             channels, mean, std or (GREY_STD if channels == 1 else None)
@@ -110,7 +111,6 @@ class DANNNet(nn.Module):
         return out
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits [B, K] of images [B, C, size, size] in [0, 1]."""
         return self.classify(self.features(x))
 
 
@@ -160,15 +160,12 @@ class DANNResNet18(nn.Module):
         return out
 
     def classify(self, features: Tensor) -> Tensor:
-        """Return class logits [B, K] of features."""
         out: Tensor = self.linear(spatial_mean(self.layer4(features)))
         return out
 
     def domain(self, features: Tensor) -> Tensor:
-        """Return domain logits [B, 2] (source, target) of features."""
         out: Tensor = self.judge(spatial_mean(self.discriminator(features)))
         return out
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits [B, K] of images [B, C, H, W] in [0, 1]."""
         return self.classify(self.features(x))

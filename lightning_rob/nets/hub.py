@@ -11,15 +11,8 @@ ENTRY = "lightning_rob"  # key of `config.json` under which this package describ
 def hub_folder(name: str, files: Sequence[str]) -> Path:
     """Return the folder of a repository in the hub's cache, with files that are fetched if missing.
 
-    With HF_HUB_OFFLINE=1 in the environment only the cache is read.
-
-    Args:
-        name: "org/name", or at a revision "org/name@revision".
-        files: names of the files that are needed.
-
-    Raises:
-        FileNotFoundError: the repository, or one of the files, is neither in the cache nor online.
-        ImportError: huggingface_hub is not installed.
+    The name is "org/name", or at a revision "org/name@revision". With HF_HUB_OFFLINE=1 in the
+    environment only the cache is read.
     """
     try:
         from huggingface_hub import snapshot_download

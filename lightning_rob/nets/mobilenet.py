@@ -18,7 +18,7 @@ def _conv(inputs: int, width: int, size: int, stride: int = 1, groups: int = 1) 
 
 
 def _separable(inputs: int, width: int, stride: int) -> nn.Sequential:
-    """Return a depthwise 3x3 convolution and a pointwise 1x1 convolution."""
+    # A depthwise 3x3 convolution, then a pointwise 1x1 convolution.
     return nn.Sequential(*_conv(inputs, inputs, 3, stride, inputs), *_conv(inputs, width, 1))
 
 
@@ -48,6 +48,5 @@ class MobileNetV1(nn.Module):
         self.classifier = nn.Linear(WIDTHS[-1], classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits [B, K] of images [B, C, H, W] in [0, 1]; 32x32 images are pooled at 4x4."""
         out: Tensor = self.classifier(spatial_mean(self.features(self.normalize(x))))
         return out

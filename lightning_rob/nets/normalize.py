@@ -70,5 +70,4 @@ class Normalize(nn.Module):
         self.std.copy_(other.std)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise images [B, C, H, W] in [0, 1]; ValueError for another number of channels."""
         return (with_channels(x, self.channels) - self.mean) / self.std

@@ -27,7 +27,6 @@ class PaddedShortcut(nn.Module):
         self.added, self.stride = added, stride
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute [B, C, H, W] -> [B, C + added, H / stride, W / stride]."""
         below = self.added // 2
         return F.pad(_subsampled(x, self.stride), (0, 0, 0, 0, below, self.added - below))
 
@@ -51,7 +50,6 @@ class BasicBlock(nn.Module):
             self.shortcut = nn.Sequential(conv, nn.BatchNorm2d(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute [B, inputs, H, W] -> [B, width, H / stride, W / stride]."""
         residual = self.bn2(self.conv2(self.relu1(self.bn1(self.conv1(x)))))
         out: Tensor = self.relu2(residual + self.shortcut(x))
         return out
@@ -107,7 +105,6 @@ class ResNet(nn.Module):
         self.apply(_kaiming)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits [B, K] of images [B, C, H, W] in [0, 1]."""
         features = self.relu1(self.bn1(self.conv1(self.normalize(x))))
         features = self.layer3(self.layer2(self.layer1(features)))
         out: Tensor = self.linear(spatial_mean(features))

@@ -27,17 +27,11 @@ DEFAULT_FOLDER = "cifar10/Linf"  # of RobustBench's `load_model`
 
 
 class Published(NamedTuple):
-    """Architecture of published weights.
+    """Architecture of published weights."""
 
-    Args:
-        build: `classes` -> the network, whose `normalize` is still to be replaced.
-        statistics: mean and standard deviation of the images.
-        layout: names in the file, as options of `load_weights`.
-    """
-
-    build: Callable[..., nn.Module]
-    statistics: Statistics
-    layout: Mapping[str, Any]
+    build: Callable[..., nn.Module]  # of `classes`; its `normalize` is still to be replaced
+    statistics: Statistics  # mean and standard deviation of the images
+    layout: Mapping[str, Any]  # names in the file, as options of `load_weights`
 
 
 def _refused(*names: str) -> dict[str, str]:
@@ -87,7 +81,7 @@ def _resnet(layers: int, classes: int) -> nn.Module:
 
     net: nn.Module = models.get_model(f"resnet{layers}", weights=None, num_classes=classes)
     net.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
-    net.maxpool = nn.Identity()
+    net.maxpool = nn.Identity()  # 32x32 images are small already
     return net
 
 

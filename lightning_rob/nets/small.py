@@ -48,7 +48,6 @@ class SmallCNN(nn.Module):
         self.linear = nn.Linear(4 * width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits [B, K] of images [B, C, H, W] in [0, 1]."""
         features = self.layer3(self.layer2(self.layer1(self.normalize(x))))
         out: Tensor = self.linear(spatial_mean(features))
         return out
@@ -84,7 +83,6 @@ class MNISTNet(nn.Module):
         self.head = _head(2 * width * (size // 4) ** 2, 8 * width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits [B, K] of images [B, C, size, size] in [0, 1]."""
         out: Tensor = self.head(self.features(self.normalize(x)))
         return out
 
@@ -126,7 +124,6 @@ class AthenaCNN(nn.Module):
         self.linear = nn.Linear(hidden, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits [B, K] of images [B, C, size, size] in [0, 1]."""
         features = self.features(self.normalize(x))
         if self.training:
             out: Tensor = self.linear(self.dropout(self.hidden(features)))
@@ -166,6 +163,5 @@ class LeNet(nn.Module):
         self.head = _head(64 * (size // 4) ** 2, 1024, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits [B, K] of images [B, C, size, size] in [0, 1]."""
         out: Tensor = self.head(self.features(self.normalize(x)))
         return out

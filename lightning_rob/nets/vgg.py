@@ -21,7 +21,8 @@ def _stage(inputs: int, width: int, depth: int) -> list[nn.Module]:
 class VGG16(nn.Module):
     """VGG-16 of ARC's CIFAR tables: thirteen 3x3 convolutions and one linear layer.
 
-    Its entries are named as in the checkpoints of ARC (features.0 … features.41, classifier).
+    Images have at least 32x32 pixels. Its entries are named as in the checkpoints of ARC
+    (features.0 … features.41, classifier).
 
     Args:
         classes: K.
@@ -43,6 +44,5 @@ class VGG16(nn.Module):
         self.classifier = nn.Linear(STAGES[-1][0], classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits [B, K] of images [B, C, H, W] in [0, 1], at least 32x32."""
         out: Tensor = self.classifier(spatial_mean(self.features(self.normalize(x))))
         return out

@@ -89,7 +89,6 @@ def member_prefixes(
         drop: as in `load_weights`.
 
     Raises:
-        FileNotFoundError: there is no such file.
         ValueError: the file is not a checkpoint, or holds no or several such ensembles.
     """
     tensors = read_tensors(path)
@@ -99,6 +98,7 @@ def member_prefixes(
         places.append(_matches(_part_in_file(net, candidates), candidates, path, prefix))
     lengths: dict[tuple[str, str], int] = {}  # members by the text around their number
     for number in (n for place in places[0] for n in re.finditer(r"(?<!\d)0(?!\d)", place)):
+        # Each 0 in a place may be the member's number: count how far it goes up.
         before, after = number.string[: number.start()], number.string[number.end() :]
         found = range(len(nets)) if len(nets) > 1 else count()
         gap = (i for i in found if f"{before}{i}{after}" not in places[min(i, len(nets) - 1)])
@@ -122,12 +122,7 @@ def started_members(path: str | os.PathLike[str]) -> int | None:
 
 
 def read_file(path: str | os.PathLike[str]) -> Any:
-    """Read what `torch.save` or safetensors wrote, to the CPU; no code in the file is run.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file is not a checkpoint, has changed since it was written, or holds code.
-    """
+    """Read what `torch.save` or safetensors wrote, to the CPU; no code in the file is run."""
     check_file(Path(path))
     if Path(path).suffix == ".safetensors":
         try:
@@ -158,7 +153,6 @@ def read_tensors(path: str | os.PathLike[str]) -> State:
 
 
 def _flatten(tree: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of nested dicts and lists under dotted names."""
     if isinstance(tree, Tensor):
         yield name, tree
     items = tree.items() if isinstance(tree, Mapping) else ()
@@ -309,6 +303,7 @@ def _take_statistics(net: nn.Module, tensors: State, path: object, normalizer: s
     if not found:
         places = ", ".join(map(repr, known)) or "nowhere"
         raise ValueError(f"{path} has no mean and std under {normalizer!r}, they are: {places}")
+    # Members of an ensemble may each have a copy, all the same.
     first, *others = found.values()
     if not all(torch.equal(first, other) for other in others):
         several = ", ".join(map(repr, found))

@@ -21,10 +21,8 @@ def _check(name: str, value: object, known: Sequence[str]) -> None:
 
 
 def _padding(stride: int, same: bool) -> tuple[nn.Module | None, int]:
-    """Return a padding layer, or None, and the padding of the 3x3 convolution behind it.
-
-    TensorFlow's SAME padding puts a strided convolution's zeros below and to the right only.
-    """
+    """Return a padding layer, or None, and the padding of the 3x3 convolution behind it."""
+    # TensorFlow's SAME padding puts a strided convolution's zeros below and to the right only.
     return (nn.ZeroPad2d((0, 1, 0, 1)), 0) if same and stride > 1 else (None, 1)
 
 
@@ -52,7 +50,6 @@ class PreActivation(nn.Module, ABC):
         """Return the shortcut's term of the input, plain and behind batch norm and activation."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute [B, inputs, H, W] -> [B, width, H / stride, W / stride]."""
         active = self.relu1(self.bn1(x))
         skipped = self.skip(x, active)
         padded = active if self.pad1 is None else self.pad1(active)
@@ -77,17 +74,15 @@ class WideBlock(PreActivation):
         self.convShortcut = _projection(inputs, width, stride)
 
     def skip(self, x: Tensor, active: Tensor) -> Tensor:
-        """Return the input, projected where the shape changes."""
         return x if self.convShortcut is None else self.convShortcut(active)
 
 
 def _wide_stage(
     inputs: int, width: int, blocks: int, stride: int, activation: Activation, same: bool
 ) -> nn.Sequential:
-    """Return blocks of one width, under the name `layer` as published."""
     rest = [WideBlock(width, width, 1, activation, same) for _ in range(blocks - 1)]
     layer = nn.Sequential(WideBlock(inputs, width, stride, activation, same), *rest)
-    return nn.Sequential(OrderedDict(layer=layer))
+    return nn.Sequential(OrderedDict(layer=layer))  # a name of the published checkpoints
 
 
 def _kaiming(module: nn.Module) -> None:
@@ -142,7 +137,6 @@ class WideResNet(nn.Module):
         self.apply(_kaiming)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits [B, K] of images [B, C, H, W] in [0, 1]; 32x32 images are pooled at 8x8."""
         features = self.block2(self.block1(self.conv1(self.normalize(x))))
         features = self.relu(self.bn1(self.block3(features)))
         out: Tensor = self.fc(spatial_mean(features))
@@ -179,7 +173,6 @@ class PreActBlock(PreActivation):
             self.shortcut = nn.Sequential(projection)
 
     def skip(self, x: Tensor, active: Tensor) -> Tensor:
-        """Return the input, projected where the shape changes."""
         source = active if self.projects_active else x
         return x if self.shortcut is None else self.shortcut(source)
 
@@ -233,7 +226,6 @@ class PreActResNet18(nn.Module):
         self.linear = nn.Linear(8 * width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits [B, K] of images [B, C, H, W] in [0, 1]; 32x32 images are pooled at 4x4."""
         features = self.layer2(self.layer1(self.conv1(self.normalize(x))))
         features = self.relu(self.bn(self.layer4(self.layer3(features))))
         out: Tensor = self.linear(spatial_mean(features))

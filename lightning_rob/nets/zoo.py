@@ -19,21 +19,13 @@ CLASSES = 10  # K where neither the caller nor the weights' name says it
 
 
 class Found(NamedTuple):
-    """Network of a zoo and the statistics of its training images, [C] each.
-
-    Args:
-        net: the network.
-        mean: mean of images in [0, 1].
-        std: their standard deviation.
-        file: file of weights that are still to be loaded.
-        layout: names in that file, as options of `load_weights`.
-    """
+    """Network of a zoo and the statistics of its training images, [C] each."""
 
     net: nn.Module
     mean: Sequence[float] = IMAGENET_MEAN
     std: Sequence[float] = IMAGENET_STD
-    file: str | Path | None = None
-    layout: Mapping[str, Any] = {}
+    file: str | Path | None = None  # weights that are still to be loaded
+    layout: Mapping[str, Any] = {}  # names in that file, as options of `load_weights`
 
 
 def _known(name: str, names: Iterable[str], kind: str) -> str:
@@ -110,6 +102,7 @@ def hub_net(name: str, classes: int | None, weights: str | None) -> Found:
             f"has exported is opened by lightning_rob.load({HUB + name!r})"
         )
     options = config.get("model_args") or {}
+    # These are of the architecture: options of `create_model` itself could load other files.
     if refused := sorted(options.keys() & signature(timm.create_model).parameters.keys()):
         raise ValueError(f"{HUB}{name}: model_args may not set {', '.join(refused)}")
     architecture = _known(config["architecture"], timm.list_models(), "timm network")
@@ -171,7 +164,6 @@ class ZooNet(nn.Module):
             load_weights(self, found.file, **found.layout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits [B, K] of images [B, C, H, W] in [0, 1]."""
         out = self.net(self.normalize(x))
         # In training, Inception and GoogLeNet also return the logits of their auxiliary heads.
         main: Tensor = out[0] if isinstance(out, tuple) else out

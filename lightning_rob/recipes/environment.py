@@ -11,9 +11,6 @@ def callbacks() -> list[Any]:
     """Return the plug-ins that LIGHTNING_ROB_CALLBACKS names, such as "adaptive_pgd,arc".
 
     Lightning asks for them whenever a `Trainer` is built. Without the variable nothing is imported.
-
-    Raises:
-        InputError: there is no such plug-in.
     """
     names = [name.strip() for name in os.environ.get(VARIABLE, "").split(",")]
     if not any(names):
@@ -24,11 +21,7 @@ def callbacks() -> list[Any]:
 
 
 def none_for_pytorch_lightning() -> list[Any]:
-    """Return nothing to a `Trainer` of pytorch_lightning, which takes no callbacks of lightning.
-
-    Raises:
-        ImportError: LIGHTNING_ROB_CALLBACKS names plug-ins.
-    """
+    """Return nothing to a `Trainer` of pytorch_lightning, which takes no callbacks of lightning."""
     if os.environ.get(VARIABLE, "").strip(" ,"):
         raise ImportError(
             f"{VARIABLE} is for trainers of the package lightning, this one is of "

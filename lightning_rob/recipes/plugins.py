@@ -9,15 +9,7 @@ from lightning_rob.runtime.errors import InputError
 
 
 def expand_recipe(recipe: Any, folder: Path) -> Any:
-    """Return a recipe with the plug-ins under `callbacks+:` replaced by their callbacks.
-
-    Args:
-        recipe: content of the recipe.
-        folder: folder that paths are relative to.
-
-    Raises:
-        InputError: as of `expand`.
-    """
+    """Return a recipe with the plug-ins under `callbacks+:` replaced by their callbacks."""
     trainer = recipe.get("trainer") if isinstance(recipe, dict) else None
     if not isinstance(trainer, dict) or not (entries := trainer.get("callbacks+")):
         return recipe
@@ -25,19 +17,11 @@ def expand_recipe(recipe: Any, folder: Path) -> Any:
 
 
 def expand(entry: Any, folder: Path, opened: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
-    """Return the callbacks that an entry of `callbacks+:`, or a list of entries, stands for.
+    """Return the callbacks, mappings with class_path, that an entry of `callbacks+:` stands for.
 
-    Args:
-        entry: path or short name of a plug-in file, {name: options} to change options of its
-            callbacks, name of a class, a callback itself, or a list of such entries.
-        folder: folder that paths are relative to.
-        opened: the files that list the entry, outermost first.
-
-    Returns:
-        Mappings with class_path.
-
-    Raises:
-        InputError: a file is missing, unreadable, or lists itself; or an entry is no callback.
+    An entry is a path or short name of a plug-in file, {name: options} to change options of its
+    callbacks, the name of a class, a callback itself, or a list of such entries. Paths are relative
+    to the folder; `opened` are the files that list the entry, outermost first.
     """
     if isinstance(entry, list):
         return [callback for part in entry for callback in expand(part, folder, opened)]

@@ -92,10 +92,8 @@ def parse_fractions(value: Any) -> Any:
 
 
 def parse_fraction_arg(arg: str) -> str:
-    """Replace the fraction of an argument such as `--eps=8/255` by its number.
-
-    jsonargparse reads simple values of the command line without the loader.
-    """
+    """Replace the fraction of an argument such as `--eps=8/255` by its number."""
+    # jsonargparse reads simple values of the command line without the loader.
     option, equals, value = arg.partition("=")
     return f"{option}{equals}{parse_fractions(value)}"
 
@@ -119,25 +117,12 @@ def _load(text: str) -> Any:
 
 
 def load(text: str) -> Any:
-    """Return the content of a YAML text, with fractions as numbers.
-
-    Raises:
-        InputError: not plain data of a sane size.
-        yaml.YAMLError: not YAML.
-    """
-    return deepcopy(_load(text))
+    """Return the content of a YAML text, with fractions as numbers."""
+    return deepcopy(_load(text))  # callers may change what they get
 
 
 def load_file(path: Path, kind: str) -> Any:
-    """Return the content of a YAML file as `load` does.
-
-    Args:
-        path: the file.
-        kind: kind of file for the error, such as "a plug-in".
-
-    Raises:
-        InputError: it cannot be read, or is not plain data of a sane size.
-    """
+    """Return the content of a YAML file as `load` does; `kind` names it in errors."""
     try:
         return load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -148,11 +133,7 @@ def load_file(path: Path, kind: str) -> Any:
 
 @contextmanager
 def reading_recipes() -> Iterator[None]:
-    """Let jsonargparse read files and values by `load` in the block, and import trusted names only.
-
-    Raises:
-        InputError: an allowed prefix is not a prefix of module names.
-    """
+    """Let jsonargparse read by `load` in the block, and import trusted names only."""
     install()
     previous = jsonargparse.get_loader("yaml")
     jsonargparse.set_loader("yaml", load, exceptions=(yaml.YAMLError,))

@@ -17,13 +17,7 @@ def shipped_folder() -> Path:
 
 
 def find(name: str, *kinds: str, folder: Path | None = None) -> Path | None:
-    """Return the file of a path or, if there is none, the shipped one of this short name.
-
-    Args:
-        name: a path, or a short name such as "arc".
-        kinds: shipped folders to search in order, such as "callbacks".
-        folder: folder that paths are relative to; None is the current one.
-    """
+    """Return the file of a path or, if there is none, the shipped one of this short name."""
     if len(name) > 255 or "\0" in name:  # YAML text instead of a name
         return None
     path = (folder or Path()) / name
@@ -41,11 +35,7 @@ def find_recipe(name: str) -> Path | None:
 
 
 def find_checkpoint(path: str) -> str:
-    """Return the file of "zoo:NAME", a trained network that is shipped; any other path as it is.
-
-    Raises:
-        InputError: there is no network of this name.
-    """
+    """Return the file of "zoo:NAME", a trained network that is shipped; any other path as it is."""
     if not path.startswith(ZOO):
         return path
     folder, name = shipped_folder() / "zoo", path.removeprefix(ZOO)

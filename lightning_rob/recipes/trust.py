@@ -54,11 +54,7 @@ def allow_imports(prefixes: Sequence[str]) -> Iterator[None]:
 
 
 def allowed() -> set[str]:
-    """Return the prefixes that the user has allowed.
-
-    Raises:
-        InputError: one of them is not a prefix of module names.
-    """
+    """Return the prefixes that the user has allowed."""
     names = {name.strip() for name in os.environ.get(VARIABLE, "").split(",")} - {""}
     for name in names:
         if not all(part.isidentifier() for part in name.split(".")):
@@ -69,13 +65,10 @@ def allowed() -> set[str]:
 
 
 def install() -> None:
-    """Let jsonargparse import only trusted and allowed names from now on.
-
-    Raises:
-        InputError: an allowed prefix is not a prefix of module names.
-    """
+    """Let jsonargparse import only trusted and allowed names from now on."""
     granted = allowed()
     jsonargparse.set_parsing_settings(
+        # Names that an earlier block allowed are denied again after it.
         import_path_denylist=["*", *(_granted - granted)],
         import_path_allowlist=[*TRUSTED, *granted],
         instantiate_subclass_spec_in_any=False,

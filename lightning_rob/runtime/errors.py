@@ -43,22 +43,14 @@ def at_least(minimum: int, **numbers: int | None) -> None:
 
 
 def visible(text: str) -> str:
-    """Return text that any terminal and file can take: what is not printable becomes an escape.
-
-    A name of a file may hold a newline, codes of a terminal or bytes that are no UTF-8.
-    """
+    """Return text for any terminal and file: what is not printable becomes an escape."""
+    # A name of a file may hold a newline, codes of a terminal or bytes that are no UTF-8.
     return "".join(
         part if part.isprintable() else part.encode("unicode_escape").decode() for part in text
     )
 
 
 def nearest(name: str, known: Iterable[str], otherwise: str = "") -> str:
-    """Return the end of a sentence that suggests the names most like a misspelt one.
-
-    Args:
-        name: the name that was given.
-        known: the names that exist.
-        otherwise: the end where none is alike.
-    """
+    """Return the end of a sentence that suggests names like a misspelt one, else `otherwise`."""
     close = get_close_matches(name, sorted({*known}), n=2, cutoff=0.65)
     return f", did you mean {' or '.join(close)}?" if close else otherwise

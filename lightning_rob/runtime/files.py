@@ -22,15 +22,7 @@ Stamp = tuple[int, int, int]  # inode, bytes, time of change
 
 
 def atomic_write(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file under a temporary name, flush it to the disk, then rename it.
-
-    Args:
-        path: the final place; its folder is created.
-        write: writes the content to the path that it receives.
-
-    Raises:
-        OSError: no space, or no permission to write; the former content of `path` is unchanged.
-    """
+    """Write a file under a temporary name, flush it to the disk, then rename it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name("." + name_beside(path.name, f".{os.getpid()}.part"))
     try:
@@ -66,11 +58,7 @@ def atomic_write_text(path: Path, text: str) -> None:
 
 
 def append_lines(path: Path, lines: Iterable[str]) -> None:
-    """Append lines to a file, created if necessary: all of them or none; they are on the disk then.
-
-    Raises:
-        OSError: there is no space for them.
-    """
+    """Append lines to a file, all of them or none; they are on the disk when this returns."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = "".join(f"{line}\n" for line in lines).encode()
     with path.open("ab+", buffering=0) as file:
@@ -124,25 +112,14 @@ def raise_thread_errors() -> Iterator[None]:
 
 
 def check_regular(path: Path) -> None:
-    """Refuse a FIFO, device or socket, whose reading may wait for ever.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: not a regular file.
-    """
+    """Refuse a FIFO, device or socket, whose reading may wait for ever."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise ValueError(f"{path} is not a regular file but a folder, a FIFO or a device")
 
 
 def check_content_size(path: Path) -> None:
-    """Refuse an archive whose content would be much larger than itself.
-
-    Files of `torch.save` are not compressed at all; only `.npz` files of scores are.
-
-    Raises:
-        ValueError: the content would be larger than 64 MiB and 16 times the file.
-        zipfile.BadZipFile: not an archive.
-    """
+    """Refuse an archive whose content would be much larger than itself."""
+    # Files of `torch.save` are not compressed at all; only `.npz` files of scores are.
     with zipfile.ZipFile(path) as archive:
         content = sum(part.file_size for part in archive.infolist())
     if content > max(MOST_CONTENT, MOST_RATIO * path.stat().st_size):
@@ -173,11 +150,7 @@ def write_manifest(path: Path) -> None:
 
 
 def check_manifest(path: Path) -> None:
-    """Compare a file with its manifest; a file without a manifest passes.
-
-    Raises:
-        ValueError: the bytes differ from those that were written.
-    """
+    """Compare a file with its manifest; a file without a manifest passes."""
     while expected := _recorded_digest(path):
         if (found := digest(path)) == expected:
             return
@@ -199,13 +172,7 @@ def _recorded_digest(path: Path) -> str:
 
 
 def check_file(path: Path) -> None:
-    """Refuse a file that is obviously no checkpoint, or that changed after it was written.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: a folder, a FIFO, empty, an HTML page, a pointer of Git LFS, changed, or an
-            archive that is damaged or of much larger content.
-    """
+    """Refuse a file that is obviously no checkpoint, or that changed after it was written."""
     if path.is_dir():
         raise ValueError(f"{path} is a folder, not a PyTorch checkpoint: name the file in it")
     check_regular(path)

@@ -48,14 +48,10 @@ def import_path(value: Any) -> str:
 
 
 def attack_spec(value: Any) -> Any:
-    """Return an attack with all its arguments as plain data, ready for JSON and for recipes.
+    """Return an attack, or an argument of one, as plain data, ready for JSON and for recipes.
 
-    Args:
-        value: an attack, or anything that is an argument of one.
-
-    Returns:
-        {"class_path": …, "init_args": {…}} for an object, the import path for a function, numbers,
-        texts, lists and mappings as themselves; "inf" for an infinite number, for JSON has none.
+    An object becomes {"class_path": …, "init_args": {…}}, a function its import path; numbers,
+    texts, lists and mappings stay; an infinite number becomes "inf", for JSON has none.
     """
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
@@ -93,7 +89,6 @@ class _Digests:
         self.opaque: list[Any] = []  # values without a description, each equal to no other
 
     def of(self, value: Any) -> str:
-        """Return the digest of a value."""
         if value is None or isinstance(value, bool | int | float | complex | str | bytes):
             return repr(value)
         if id(value) not in self._known:
@@ -152,7 +147,7 @@ class _Digests:
         return parts
 
     def _source(self, value: Any) -> str:
-        """Return a digest of the files behind a class or function; in a notebook there is none."""
+        # A class or function of a notebook has no file.
         found = getattr(sys.modules.get(value.__module__), "__file__", None)
         return _sources(value.__module__) if found else self._unknown(value)
 
@@ -176,9 +171,8 @@ class _Digests:
         return [kind, self._unknown(value) if " at 0x" in repr(value) else repr(value)]
 
     def _unknown(self, value: Any) -> str:
-        """Return a text that no other process produces."""
         self.opaque.append(value)
-        return uuid4().hex
+        return uuid4().hex  # no other process produces it
 
 
 def _hashed(parts: Any) -> str:
@@ -196,19 +190,20 @@ def _public_attributes(value: Any) -> dict[str, Any]:
 
 
 def _arguments(value: Any) -> dict[str, Any]:
-    """Return an object's public attributes and, of a user's class, its private values.
-
-    Private containers and objects count for networks alone: others may keep records in them.
-    """
+    """Return an object's public attributes and, of a user's class, its private values."""
     found = _public_attributes(value)
     if is_library(type(value).__module__):  # whose private state may be a cache
         return found
-    volatile = _bookkeeping()
+    # Attributes of torch and of a LightningModule change in a run. Attacks need only torch, so
+    # Lightning is not imported here.
+    lightning = sys.modules.get("lightning.pytorch")
+    volatile = _attributes_of(getattr(lightning, "LightningModule", nn.Module))
     for name, part in vars(value).items():
         if not name.startswith("_") or name in volatile:
             continue
         counts = isinstance(part, NUMBERS)
         if isinstance(value, nn.Module) and not counts:
+            # Private containers count for networks alone: others may keep records in them.
             plain = isinstance(part, PLAIN) or inspect.isroutine(part)
             # Lightning adds an empty mapping, and a library may keep a lock.
             users = not is_library(type(part).__module__)
@@ -216,12 +211,6 @@ def _arguments(value: Any) -> dict[str, Any]:
         if counts:
             found[name] = part
     return found
-
-
-def _bookkeeping() -> set[str]:
-    """Return the private attributes of torch and of a LightningModule, which change in a run."""
-    lightning = sys.modules.get("lightning.pytorch")  # not imported here: attacks need only torch
-    return _attributes_of(getattr(lightning, "LightningModule", nn.Module))
 
 
 @cache
@@ -255,11 +244,7 @@ def _sources(module: str) -> str:
 
 
 def is_library(module: str) -> bool:
-    """Return whether code is Python's or a package's, which changes with its version.
-
-    Args:
-        module: name of the module that defines it; `__main__` is the user's.
-    """
+    """Return whether code is Python's or a package's, which changes with its version."""
     package = (module or "builtins").split(".")[0]
     return package in LIBRARIES or (package in sys.stdlib_module_names and package != "__main__")
 
@@ -273,11 +258,7 @@ def fingerprint(module: nn.Module) -> str:
 
 
 def cache_key(**circumstances: Any) -> str:
-    """Return a name for everything that a stored result depends on.
-
-    Args:
-        **circumstances: attacks, settings and arrays; of modules give the `fingerprint`.
-    """
+    """Return a name for all that a stored result depends on; of modules give `fingerprint`."""
     return _hashed(_Digests().of(circumstances))[:DIGITS]
 
 

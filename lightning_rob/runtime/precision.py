@@ -71,8 +71,7 @@ def _precisions() -> list[str]:
 
 
 def _set(precisions: Sequence[str | None], older: tuple[bool, str] | None = None) -> None:
-    """Set the older flags first: they overwrite those of the operations."""
-    if older is not None:
+    if older is not None:  # first: they overwrite those of the operations
         backends.cudnn.allow_tf32 = older[0]
         torch.set_float32_matmul_precision(older[1])
     for operation, precision in zip(OPERATIONS.values(), precisions, strict=True):
@@ -81,7 +80,6 @@ def _set(precisions: Sequence[str | None], older: tuple[bool, str] | None = None
 
 
 def _older_flags() -> tuple[bool, str]:
-    """The flags of the older interface: whether cuDNN may use TF32, and that of matrix products."""
     try:
         return bool(backends.cudnn.allow_tf32), torch.get_float32_matmul_precision()
     except RuntimeError:  # the interfaces disagree: ask again while the newer one has no TF32

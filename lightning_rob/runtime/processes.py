@@ -67,14 +67,11 @@ class SignalHandler:
                 signal.signal(signum, self)
 
     def watch(self, pipe: int) -> None:
-        """Exit the process if Python does not handle a signal in time; runs in a thread.
-
-        Args:
-            pipe: file descriptor from which the numbers of signals are read; 0 ends the thread.
-        """
+        """Exit the process if Python does not handle a signal in time; runs in a thread."""
         waiting, since = 0, 0.0
         while True:
             ready, _, _ = select.select([pipe], [], [], 0.5 if waiting else None)
+            # The wake-up pipe gets the number of each signal; 0 ends the thread.
             if ready and (waiting := os.read(pipe, 1)[0]) == 0:
                 return os.close(pipe)
             since = time.monotonic() if ready else since
@@ -116,12 +113,11 @@ def handle_signals() -> Iterator[None]:
 
 @cache  # a registration cannot be taken back, so there must be only one
 def _register_fork_reset() -> None:
-    if hasattr(os, "register_at_fork"):
+    if hasattr(os, "register_at_fork"):  # forked children, such as DataLoader workers
         os.register_at_fork(after_in_child=_restore_default_handlers)
 
 
 def _restore_default_handlers() -> None:
-    """Restore default signal handlers in forked children such as DataLoader workers."""
     if signal.getsignal(signal.SIGTERM) is stop:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -160,13 +156,8 @@ def supervised_processes(
 ) -> Iterator[None]:
     """Kill the ranks launched in the block if it fails; wait for them if it succeeds.
 
-    Args:
-        children: returns the launched processes on this machine, of subprocess or, waited for
-            already, of multiprocessing.
-        limit: returns for how many seconds they may outlast this process; None is forever.
-
-    Raises:
-        Fault: a rank failed, or is late.
+    `children` returns the launched processes on this machine, of subprocess or, waited for already,
+    of multiprocessing; `limit` for how many seconds they may outlast this one, None is forever.
     """
     link_to_parent()
     try:
