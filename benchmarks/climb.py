@@ -4,7 +4,7 @@
     python benchmarks/climb.py logs/version_*/checkpoints/last.ckpt
     python benchmarks/climb.py benchmarks/papers/checkpoints/*.ckpt --data cifar10
 
-Attacks the first test images within the radius and norm of the training, digits within linf 0.1, and
+Attacks the first test images, digits within linf 0.1, photographs within the paper's radii, and
 prints a Markdown table for each checkpoint: expected accuracy, the paired difference to the climb
 with its 95 % t interval over images, passes and CPU seconds.
 """
@@ -76,9 +76,7 @@ def main():
             for name, (z, *_) in rows.items()
         }
         print(f"\n{path}, {len(x)} images, {threat}\n")
-        print(
-            "| attack | accuracy | minus climb | passes | CPU s |\n|---|---|---|---|---|"
-        )
+        print("| attack | accuracy | minus climb | passes | CPU s |\n|---|---|---|---|---|")
         for name, (_, count, seconds) in rows.items():
             mean = 100 * scores[name].mean()
             difference = scores[name] - scores["climb"]
