@@ -38,7 +38,7 @@ class RandomCorners(Attack):
         best, lowest = x, x.new_full((len(x),), torch.inf)
         for _ in range(self.tries):
             corner = self.threat.steepest(uniform(x, *x.shape[1:], generator=generator) - 0.5)
-            tried = self.threat.project(x + scale(corner, self.threat.eps * x.new_ones(len(x))), x)
+            tried = self.threat.project(x + scale(corner, self.threat.eps * self.threat.unit(x)), x)
             with torch.no_grad():
                 found = defense(tried, generator)
             check_labels(y, found.shape[-1])

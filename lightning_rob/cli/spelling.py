@@ -31,6 +31,8 @@ def refuse_unknown(args: Sequence[str], known: Iterable[str]) -> None:
         name = arg.partition("=")[0].rstrip("+")
         if arg.startswith("-") and name.partition(".")[0] not in {*options, "-c", "-h"}:
             hint = nearest(name.partition(".")[0], options, "; try --help")
+            if name in ("--eps", "--norm"):
+                hint = f": that of a plug-in is --trainer.callbacks.{name[2:]}, after the plug-in"
             raise InputError(f"there is no option {name}{hint}")
 
 

@@ -26,11 +26,13 @@ def sampling_probabilities(probs: Sequence[float] | Tensor | None, count: int) -
 
 
 class Ensemble(Defense):
-    """Networks of which one, drawn by its probability, predicts (randomized ensemble).
+    """Several networks: one, drawn by its probability, predicts, or all of them by another rule.
 
     Args:
         members: M networks [B, C, H, W] -> [B, K].
         probs: M sampling probabilities, alpha in the ARC paper; None means equal ones.
+        rule: from the members' logits to a prediction; the default draws one member (a randomized
+            ensemble).
         rejects: class by which members reject an image, if they have one; see `Single`.
     """
 

@@ -14,6 +14,8 @@ from lightning_rob.evaluation.groups import Unpack, fetch, unpacked
 from lightning_rob.randomness import Streams, derive_seed, seeded_global_rng
 from lightning_rob.runtime.precision import in_float32
 
+# Keys of the noise for each purpose; they are part of every published figure.
+ATTACK, ADAPT, PREDICT, REHEARSE, GLOBAL = 0, 1, 2, 3, 5
 ROUNDING = 1e-5  # of a pixel's range: float32 arithmetic may add this much to a perturbation
 
 
@@ -78,27 +80,27 @@ class AttackerDefenderSession:
         images, perturbed, expected = index.tolist(), [], []
         # Networks may draw noise from torch's global stream; adaptation is in full float32 too.
         with (
-            seeded_global_rng(generator_of(*self.keys, 5, *images), x.device),
+            seeded_global_rng(generator_of(*self.keys, GLOBAL, *images), x.device),
             in_float32(),
         ):
             for turn, (share, attack) in enumerate(self.strategies):
                 defenders = self.defenders[turn]
                 seen = defenders[0] if self.attacker_sees_state else self.rehearsals[turn]
-                x_adv = attack(_as_made(seen), x, y, Streams.from_index(index, *self.keys, 0))
+                x_adv = attack(_as_made(seen), x, y, Streams.from_index(index, *self.keys, ATTACK))
                 check_within(attack, x_adv, x)
                 found = []
                 for draw, defender in enumerate(defenders):
                     # The defender's randomness is its own: no attack has seen this generator. That
                     # of the first draw is the randomness of a single one.
                     more = (-draw,) if draw else ()
-                    private = generator_of(*self.private, 1, *more, *images)
+                    private = generator_of(*self.private, ADAPT, *more, *images)
                     final = defender.adapt(x_adv, private)
-                    noise = Streams.from_index(index, *self.private, 2, *more)
+                    noise = Streams.from_index(index, *self.private, PREDICT, *more)
                     found.append(predictions(_as_made(final), x_adv, noise, inferences))
                     if defender.stateful:
                         defenders[draw] = final.after_batch(private)
                 if defenders[0].stateful and not (self.attacker_sees_state or attack.ignores_state):
-                    own = generator_of(*self.keys, 3, *images)
+                    own = generator_of(*self.keys, REHEARSE, *images)
                     self.rehearsals[turn] = seen.adapt(x_adv, own).after_batch(own)
                 perturbed.append(x_adv)
                 expected.append(share * torch.cat(found))

@@ -356,7 +356,11 @@ def worst_over(results: Sequence[EvaluationResult], fooled: bool = False) -> Wor
 def worst_measurement(results: Sequence[EvaluationResult]) -> Result:
     """Return the row of the strongest attack over several evaluations of one defense."""
     first, last = results[0], results[-1]
-    details = {**last.details, "random": last.random, "interval_covers": last.covers}
+    details = {
+        **last.details,
+        "random": any(r.random for r in results),
+        "interval_covers": last.covers,
+    }
     found = {one.text: record(one) for result in results for one in result.findings}
     details |= {"findings": list(found.values())} if found else {}
     worst = first.worst if len(results) == 1 else worst_over(results)

@@ -67,7 +67,7 @@ def default_attacks(defense: Defense, threat: Threat) -> dict[str, Attack]:
         "adaptive_pgd_logits": replace(pgd, objective=ce_of_mean_logits),
         "adaptive_pgd_restarts": replace(pgd, restarts=5, random_start=True),
     }
-    if defense.kind == "ensemble" and not threat.relative:
+    if suite_kind(defense) == "randomized" and not threat.relative:
         attacks |= _on_members(threat, steps)
     return attacks
 

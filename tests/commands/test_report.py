@@ -151,7 +151,7 @@ def test_accuracies_of_the_records_are_in_both_files(whole):
     assert "evaluation seed 5" in text
     card = ["apgd", "full defense", "PGD", "linf", "8/255", "20", "0.1", "objective=expected_ce"]
     assert card in rows(markdown)
-    assert "53.1% of 400 test images, each counted under the worst of apgd and arc" in text
+    assert "53.1% of 400 test images, in the worst case over apgd and arc" in text
     assert "where worst was best, at epoch 1: 34.5%" in text
     assert "| **1** | **71.2%** | **52.3%** | **43.4%** | **34.5%** |" in markdown
     assert page.tags.count("figure") == 1

@@ -313,7 +313,7 @@ def test_the_figure_draws_what_was_measured(swept):
     assert axes.get_xlabel() == "radius eps in 1/255"
     assert axes.get_ylabel() == "accuracy in %, 33 images"
     lines = {line.get_label(): line for line in axes.get_lines()}
-    assert {"worst attack per image", "alone on first member"} <= set(lines)
+    assert {"strongest attack", "alone on first member"} <= set(lines)
     assert lines["arc"].get_xdata().tolist() == pytest.approx([8, 24])
     expected = [100 * found["arc", round(e / 255, 6)] for e in (8, 24)]
     assert lines["arc"].get_ydata().tolist() == pytest.approx(expected)

@@ -441,7 +441,7 @@ def _meaning(cite: AttackResult, final: Sequence[AttackResult]) -> str:
     span = f"; 95 % interval {between(cite.interval)}" if cite.interval else ""
     if cite.is_attack or len(cite.over) == 1:
         return f"of {of} under {listed(cite.over) or cite.name} alone{within}{span}."
-    by = f"each counted under the worst of {listed(cite.over)} for it"
+    by = f"in the worst case over {listed(cite.over)}"
     return f"of {of}, {by}{within}{span}. This is the accuracy to cite."
 
 

@@ -21,7 +21,7 @@ AXES = {
     "steps": "steps of the attack",
     "neighbours": "neighbouring classes searched by ARC",
 }
-LABELS = {CLEAN: "clean images", WORST: "worst attack per image"}
+LABELS = {CLEAN: "clean images", WORST: "strongest attack"}
 COLORS = {CLEAN: "0.45", WORST: "black"}
 
 Row = dict[str, Result]

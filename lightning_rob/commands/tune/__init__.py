@@ -26,7 +26,7 @@ class TuneConfig(CommandConfig):
         space: YAML file with variables, objective, trial, prune, budget
         trials: stop after N trials; else as the space says, or 160
         min_trials: never stop before N trials (80)
-        patience: stop after N trials without improvement (40)
+        patience: stop after more than N trials without improvement (40)
         random: random trials before the optimizer proposes (12)
         seed: of the search and, with the trial's number, of its training
         warm_start: trials.jsonl of an earlier study of all or some variables; may be repeated
