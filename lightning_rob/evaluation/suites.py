@@ -33,6 +33,7 @@ from lightning_rob.objectives import (
     linear,
     margin_of_rule,
 )
+from lightning_rob.rules import random_member
 from lightning_rob.threat import Threat
 
 DISSIMILARITY = 0.3  # the bound on PAA of Liao et al. (2020)
@@ -67,7 +68,8 @@ def default_attacks(defense: Defense, threat: Threat) -> dict[str, Attack]:
         "adaptive_pgd_logits": replace(pgd, objective=ce_of_mean_logits),
         "adaptive_pgd_restarts": replace(pgd, restarts=5, random_start=True),
     }
-    if suite_kind(defense) == "randomized" and not threat.relative:
+    # Not `suite_kind`: boosting adds the other members later.
+    if defense.kind == "ensemble" and defense.rule is random_member and not threat.relative:
         attacks |= _on_members(threat, steps)
     return attacks
 
