@@ -205,7 +205,8 @@ def test_figures_and_images_are_those_of_direct_calls(trained, judged):
     assert alarms[2][0].startswith("robust/worst fell from ")
     for alarm in alarms[2:]:  # both against the last that had not fallen
         assert any(f"(last: checkpoints/{EPOCHS[3]})" in line for line in alarm)
-    assert f"lightning-rob: alarm: {alarms[2][0]}" in err.splitlines()
+    swapped = events(watched, "evaluated")[2]["checkpoint"]
+    assert f"lightning-rob: alarm: {swapped}: {alarms[2][0]}" in err.splitlines()
     assert f"newly vulnerable: {', '.join(map(str, lost[:12]))}" in out
     row = next(line for line in out.splitlines() if line.startswith("swapped"))
     assert row.split()[1:4] == ["3", "20", f"{100 * hands[2]['clean'].mean():.1f}"]
@@ -390,7 +391,10 @@ def test_alarms_and_exit_codes(trained, watched, put, capsys):
     (event,) = events(watched, "evaluated")
     (worst,) = (line["accuracy"] for line in lines(watched) if line.get("name") == "worst")
     assert event["alarm"] == [f"robust/worst is {worst:.2%}, below 99.9%"]
-    assert f"lightning-rob: alarm: {event['alarm'][0]}" in capsys.readouterr().err
+    assert (
+        f"lightning-rob: alarm: {event['checkpoint']}: {event['alarm'][0]}"
+        in capsys.readouterr().err
+    )
     board = EventAccumulator(str(watched / "monitor")).Reload()
     (text,) = board.Tensors("monitor/alarm/text_summary")
     assert text.tensor_proto.string_val[0].decode() == event["alarm"][0]

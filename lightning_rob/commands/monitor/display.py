@@ -31,7 +31,8 @@ class Display:
         elif event["event"] == "missed":
             warn(f"missed: {self.prefix}{event['checkpoint']} went before it could be evaluated")
         for alarm in event.get("alarm", ()):
-            warn(f"alarm: {self.prefix}{alarm}")
+            of = f"{event['checkpoint']}: " if event.get("checkpoint") else ""
+            warn(f"alarm: {self.prefix}{of}{alarm}")
 
     def _row(self, results: dict[str, Fields], event: Fields) -> None:
         if not self.has_head:
