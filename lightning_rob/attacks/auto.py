@@ -117,7 +117,7 @@ class Auto(Attack):
         """Return the attacks on fixed classifiers with their shares of the passes."""
         margin = APGD(self.threat, objective=margin_of_rule(defense.rule))
         if kind == "randomized":
-            return (0.2, margin), (0.8, LatticeClimber(self.threat))
+            return (0.25, margin), (0.75, LatticeClimber(self.threat))
         if classes < 4 or self.passes < TARGETS_FROM * len(defense.weights):
             return ((1.0, margin),)
         return (0.25, margin), (0.75, APGD(self.threat, targets=9))

@@ -130,7 +130,7 @@ def test_the_saved_configuration_runs_again(trained, tmp_path, monkeypatch, caps
     out = capsys.readouterr().out
     assert f"Checkpoint: {CKPT}\n" in out
     steps = [line.removeprefix("Next:").split() for line in out.splitlines()[-2:]]
-    radius = ["--trainer.callbacks+=arc_two_radii", "--trainer.callbacks.eps=16/255"]
+    radius = ["--trainer.callbacks+=climb", "--trainer.callbacks.eps=16/255"]
     allowed = ["--allow-import", "tests"]  # of conftest.py; foreign code is refused without it
     test, audit = ["lightning-rob", "test", CKPT], ["lightning-rob", "audit", CKPT]
     assert steps == [[*test, *allowed, *radius], [*audit, *allowed]]
