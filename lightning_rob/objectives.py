@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, update_wrapper
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ class Objective:
     ) -> None:
         self.value, self.reduction, self.logarithm = value, reduction, logarithm
         update_wrapper(self, value)  # recipes and records name it as the function
+        self.__name__ = getattr(value, "__name__", repr(value))  # a partial has none
 
     def __call__(self, logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
         """Compute the objective: [S, B, K], [S], [B] -> [B]."""
@@ -48,8 +49,10 @@ class Objective:
     def __repr__(self) -> str:
         return self.__name__
 
-    def __reduce__(self) -> str:
-        return self.__qualname__  # copied and pickled by its name, as a function
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        if "__qualname__" in vars(self):
+            return self.__qualname__  # copied and pickled by its name, as a function
+        return Objective, (self.value, self.reduction, self.logarithm)
 
 
 def reduction_of(objective: Loss) -> Reduction | None:

@@ -54,7 +54,7 @@ def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
                 code = end.code
             assert code == ("exit code 1" in line), line
     shown = capsys.readouterr()
-    assert "alarm: robust/worst is" in shown.err
+    assert "alarm: checkpoints/last.ckpt: robust/worst is" in shown.err
     assert "robust" in (tmp_path / "report.html").read_text()
 
 

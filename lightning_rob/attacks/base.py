@@ -132,6 +132,7 @@ class Attack(Counted, ABC):
                     restore()
                     sight.recovered, (low, high) = True, self.threat.bounds
                     backward = InsideBounds(HAIR * (high - low), self.threat.bounds)
+                    again = False  # another network may call other layers at these images
                 if not sight.watched:
                     _warn_if_blind(copied, x_adv, y, sight)
         return x_adv

@@ -49,12 +49,13 @@ class Transform(ABC):
                 object.__setattr__(self, name, value)
             if get_origin(argument.type) is Literal and value not in get_args(argument.type):
                 raise ValueError(f"{name} must be of {get_args(argument.type)}, got {value!r}")
-            if name in limits and value is not None:
-                number = argument.type in (int, float, "int", "float")
+            if name in limits and (value is not None or argument.default is not None):
+                number = "tuple" not in str(argument.type)
                 low, high = limits[name]
                 pair = value if isinstance(value, tuple) else (value, value)
-                inside = len(pair) == 2 and low <= pair[0] <= pair[1] <= high
-                if not inside or number == isinstance(value, tuple):
+                inside = len(pair) == 2 and None not in pair and low <= pair[0] <= pair[1] <= high
+                whole = argument.type not in (int, "int") or isinstance(value, int)
+                if not (inside and whole) or number == isinstance(value, tuple):
                     wanted = "in" if number else "a range within"
                     raise ValueError(f"{name} must be {wanted} [{low:g}, {high:g}], got {value}")
             if name == self.odd:

@@ -60,7 +60,7 @@ class EqualizeHistogram(NumpyTransform):
         return (integers(x, *self.bins, generator=generator),)
 
     def transform_image(self, image: NumpyImage, bins: int) -> NumpyImage:
-        return np.stack([exposure.equalize_hist(plane, bins) for plane in image])  # type: ignore[no-untyped-call]
+        return np.stack([exposure.equalize_hist(plane, int(bins)) for plane in image])  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class Quantize(NumpyTransform):
         # Each distinct colour once, weighted by its pixels.
         found, index, counts = np.unique(pixels, return_inverse=True, return_counts=True, axis=0)
         count = min(self.colors, len(found))
-        means = KMeans(count, n_init=1, random_state=seed)
+        means = KMeans(count, n_init=1, random_state=int(seed))
         cluster = means.fit_predict(_lab(found), sample_weight=counts)
         palette = _rgb(means.cluster_centers_)[:, : len(image)]
         quantized: NumpyImage = palette[cluster[index.reshape(-1)]].T.reshape(image.shape)
