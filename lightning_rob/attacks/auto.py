@@ -4,9 +4,11 @@ from dataclasses import dataclass, replace
 from math import ceil, isqrt
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from lightning_rob.attacks.apgd import APGD
+from lightning_rob.attacks.arc import ARC
 from lightning_rob.attacks.backward import SurrogateTransforms
 from lightning_rob.attacks.base import Attack
 from lightning_rob.attacks.budget import PassCount
@@ -28,6 +30,7 @@ SuiteKind = Literal["single", "ensemble", "randomized", "random", "transformed",
 ROUNDS = 5  # of GMSA, at most
 PER_MODEL = 20  # passes of an image and model in the last round of GMSA
 TARGETS_FROM = 300  # passes of an image and network from which runs towards classes pay
+FEWEST_STEPS = 4  # of the climb for one set of members
 DRAWS = 10  # over which a step of EoT averages
 AGGMO = (0.0, 0.9, 0.99, 0.999, 0.9999, 0.99999)  # momenta of Sitawarin et al. (2022)
 
@@ -117,7 +120,12 @@ class Auto(Attack):
         """Return the attacks on fixed classifiers with their shares of the passes."""
         margin = APGD(self.threat, objective=margin_of_rule(defense.rule))
         if kind == "randomized":
-            return (0.25, margin), (0.75, LatticeClimber(self.threat))
+            count = PassCount(defense, torch.empty(0), classes)
+            if LatticeClimber(self.threat, FEWEST_STEPS).cost(count) <= 0.75 * self.passes:
+                return (0.25, margin), (0.75, LatticeClimber(self.threat))
+            # With fewer steps for each set of many members ARC is the stronger one.
+            arc = ARC(self.threat, 1, self.threat.eps / 4, neighbours=4, early_stop=True)
+            return (0.5, margin), (0.5, arc)
         if classes < 4 or self.passes < TARGETS_FROM * len(defense.weights):
             return ((1.0, margin),)
         return (0.25, margin), (0.75, APGD(self.threat, targets=9))

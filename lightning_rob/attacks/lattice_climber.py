@@ -83,6 +83,7 @@ class LatticeClimber(Attack):
 
     lengths: ClassVar[tuple[str, ...]] = ("step_size",)
     made_for: ClassVar[tuple[str, ...]] = ("randomized",)
+    stops_on_gradient_logits: ClassVar[bool] = True
     threat: Threat
     steps: int = 40
     step_size: Length | None = None
@@ -182,13 +183,14 @@ class LatticeClimber(Attack):
             if last or not left.any():
                 break
             rows, wanted = rows[left], wanted[:, left]
+            wide = torch.promote_types(x.dtype, torch.float32)  # tiny slopes are 0 in float16
             delta = self._moved(
-                z.detach()[left] - x[rows],
-                torch.stack(gaps)[:, left].to(x),
-                torch.stack(gradients)[:, left],
-                x[rows],
+                (z.detach()[left] - x[rows]).to(wide),
+                torch.stack(gaps)[:, left].to(wide),
+                torch.stack(gradients)[:, left].to(wide),
+                x[rows].to(wide),
                 step / self.steps,
-            )
+            ).to(x)
             z = self.threat.apply(self.threat.clip(delta, x[rows]), x[rows])
 
     def _moved(
@@ -226,8 +228,8 @@ class LatticeClimber(Attack):
         squares = g.flatten(1).square().sum(1)
         way = gaps[far, images] + (1 - done) * BEYOND * eps * slopes[far, images]
         length = RELAXATION * way / (largest * squares)
-        # Without a pixel that can move the image stays where it is.
-        return delta - scale(g, torch.where(squares > 0, length, 0.0))
+        # Without a pixel that can move, or with an infinite gap, the image stays where it is.
+        return delta - scale(g, torch.where((squares > 0) & length.isfinite(), length, 0.0))
 
 
 @torch.no_grad()
@@ -251,7 +253,7 @@ def _sets(climb: Climb, order: list[int], weights: Tensor) -> Iterator[Tensor]:
     if len(order) > ALL_SETS:
         for member in order:
             open_ = climb.possible[member] & ~climb.fooled[member]
-            wanted = climb.fooled & open_
+            wanted = climb.fooled & open_ & (weights > 0)[:, None]
             wanted[member] = open_
             yield wanted
         return

@@ -98,7 +98,7 @@ class EvaluationCallback(Callback, ABC):
 
     def peers(self, trainer: Trainer) -> list[Self]:
         """Return the callbacks of this kind, a subclass included, on this data loader."""
-        kinds = (kind for kind in type(self).__mro__ if kind.__bases__[0] is EvaluationCallback)
+        kinds = (kind for kind in type(self).__mro__ if EvaluationCallback in kind.__bases__)
         kind: Any = next(kinds)
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         return [c for c in callbacks if isinstance(c, kind) and c.suffix == self.suffix]

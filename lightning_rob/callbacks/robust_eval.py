@@ -160,6 +160,8 @@ class RobustEval(EvaluationCallback):
     def evaluated_for(self, trainer: Trainer) -> Sequence["RobustEval"]:
         """Return all callbacks of this kind on this data loader if this is the first of them."""
         peers = self.peers(trainer)
+        if self not in peers:  # called by another callback
+            return [self]
         return peers if peers[0] is self else []
 
     def begin(self, trainer: Trainer, pl_module: Any, loaders: Any) -> Sequence[Images]:

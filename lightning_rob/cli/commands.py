@@ -154,7 +154,7 @@ def _with_data(line: CommandLine) -> None:
             option = arg.partition("=")[0]
             if option in CONFIG:
                 args += [f"--data={one_line(part['data'])}"] if "data" in part else []
-            elif option.removeprefix("--").rstrip("+") not in own:
+            elif option.removeprefix("--").partition(".")[0].rstrip("+") not in own:
                 args.append(arg)
         parsed = parser.parse_args(args)
         if parsed.data is None:

@@ -178,7 +178,8 @@ def _own_options(
         if arg.partition("=")[0] in CONFIG:
             found |= config.from_recipe(content)
             found |= {key: value for key, value in content.items() if f"--{key}" in kinds}
-    own = [arg for arg in args if arg.partition("=")[0].rstrip("+") in kinds]
+    # An entry of a mapping, `--transforms.blur=…`, is the option's own.
+    own = [arg for arg in args if re.split(r"[=.+]", arg, maxsplit=1)[0] in kinds]
     parser = build_parser(command, config)
     with reading_recipes():
         parsed = parser.parse_args(own, parser.parse_object(found))

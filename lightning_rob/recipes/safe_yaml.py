@@ -101,7 +101,7 @@ def parse_fraction_arg(arg: str) -> str:
 def one_line(content: Any) -> str:
     """Return plain data as YAML of one line."""
     text = yaml.safe_dump(content, default_flow_style=True, width=float("inf"), sort_keys=False)
-    return str(text).strip()
+    return str(text).strip().removesuffix("...").strip()  # which ends a document of one value
 
 
 @lru_cache(maxsize=64)  # the same texts are read to check them, and again by jsonargparse

@@ -49,7 +49,7 @@ class Transform(ABC):
                 object.__setattr__(self, name, value)
             if get_origin(argument.type) is Literal and value not in get_args(argument.type):
                 raise ValueError(f"{name} must be of {get_args(argument.type)}, got {value!r}")
-            if name in limits and (value is not None or argument.default is not None):
+            if name in limits and (value is not None or "None" not in str(argument.type)):
                 number = "tuple" not in str(argument.type)
                 low, high = limits[name]
                 pair = value if isinstance(value, tuple) else (value, value)

@@ -171,3 +171,12 @@ def test_a_member_of_probability_zero_is_not_attacked():
 def test_wrong_arguments(options, message):
     with pytest.raises(ValueError, match=message):
         LatticeClimber(**{"threat": THREATS["linf"]} | options)
+
+
+@both_norms
+def test_a_class_that_is_ruled_out(threat):
+    """Its logit is -inf: no boundary leads there, and no image is NaN."""
+    defense, x, y = ensemble(7, 2, 3, threat)
+    for net in defense.members:
+        net.b[2] = -torch.inf
+    assert_inside(threat, LatticeClimber(threat, 20)(defense, x, y), x)

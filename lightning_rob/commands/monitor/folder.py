@@ -15,7 +15,7 @@ from lightning_rob.commands.checkpoints import config_in_checkpoint, read_checkp
 from lightning_rob.commands.monitor.history import Fields, History, Identity, identity, timestamp
 from lightning_rob.commands.monitor.source import Refused, Replaced, Source, Stamp, Unreachable
 from lightning_rob.runtime.errors import visible
-from lightning_rob.runtime.files import digest, manifest_path
+from lightning_rob.runtime.files import UNWRITABLE, digest, manifest_path
 
 SETTLE = 10.0  # seconds after which an unreadable file that does not change is broken
 HELD = 2**30  # bytes of checkpoints that stay in memory until they are evaluated
@@ -138,22 +138,25 @@ class CheckpointFolder:
         if name in self.found or self._event("broken", name, stamp, READ):
             return None
         refused, waiting = None, self.waiting.get(name)
-        if waiting is None or waiting.key == REFUSED:
-            try:
-                self._add(name, stamp)
-                self.waiting.pop(name, None)
-                return None
-            except Replaced:
-                return None
-            except Refused as error:
-                refused, reason = error, str(error)
-            except Unreachable:
+        key = READ
+        try:
+            self._add(name, stamp)
+            self.waiting.pop(name, None)
+            return None
+        except Replaced:
+            return None
+        except Refused as error:
+            refused, reason, key = error, str(error), REFUSED
+        except Unreachable:
+            raise
+        except Exception as error:  # anybody may have made the file
+            if isinstance(error, OSError) and error.errno in UNWRITABLE:
                 raise
-            except Exception as error:  # anybody may have made the file
-                reason = str(error) or type(error).__name__
-            key = REFUSED if refused else READ
-            if waiting is None or waiting.key != key:
-                waiting = self.waiting[name] = Waiting(stamp, key, reason, time.monotonic())
+            reason = str(error) or type(error).__name__
+            # The disk, the network or the memory is at fault: the file may be fine later.
+            key = REFUSED if isinstance(error, OSError | MemoryError) else READ
+        if waiting is None or waiting.key != key:
+            waiting = self.waiting[name] = Waiting(stamp, key, reason, time.monotonic())
         if self._event("broken", name, stamp, waiting.key):
             del self.waiting[name]
         elif time.monotonic() - waiting.since >= SETTLE:

@@ -74,10 +74,11 @@ class Publisher:
         """Return the response to a request; no other path is read."""
         age = time.monotonic() - self.looked_at
         healthy = age < self.limit
-        if path == "/healthz":
+        bare = path.partition("?")[0]
+        if bare == "/healthz":
             content = json.dumps({"healthy": healthy, "seconds_since_look": age}).encode()
             return 200 if healthy else 503, {"Content-Type": "application/json"}, content
-        if path == "/metrics" and self.metrics:
+        if bare == "/metrics" and self.metrics:
             return 200, *self.metrics.encoded(headers.get("Accept", ""))
         if path not in ("/", HELD):
             return 404, {}, b"only /, /healthz and, with the extra prometheus, /metrics\n"

@@ -79,11 +79,15 @@ class LocalFolder(Source):
     def local(self, name: str, stamp: Stamp) -> Iterator[Path]:
         """Give the file itself; raise `Replaced` if it changes during the block."""
         path = self.paths[name]
+        replaced = Replaced(f"{name} was replaced while it was read")
         try:
             yield path
-        finally:
+        except Exception as error:
             if _stamp(path) != stamp:
-                raise Replaced(f"{name} was replaced while it was read")
+                raise replaced from error
+            raise
+        if _stamp(path) != stamp:
+            raise replaced
 
 
 def _stamp(path: Path) -> Stamp:
