@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rob.attacks.active_set import ActiveBatch, positions
-from lightning_rob.attacks.base import Attack, check_norm
+from lightning_rob.attacks.base import Attack, check_norm, set_step_size
 from lightning_rob.attacks.budget import PassCount
 from lightning_rob.attacks.members import Strongest
 from lightning_rob.attacks.sight import image_gradient
@@ -20,7 +20,7 @@ from lightning_rob.objectives import check_logits
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import random_member
 from lightning_rob.runtime.errors import at_least
-from lightning_rob.threat import Length, Threat, choose, pixels, scale
+from lightning_rob.threat import Length, Threat, choose, scale
 
 GUARD = 1e-10  # added to divisors, as in the authors' code
 RHO = 0.05  # distance to aim beyond a decision boundary, as a share of eps
@@ -86,10 +86,7 @@ class ARC(Attack):
 
     def __post_init__(self) -> None:
         at_least(1, steps=self.steps, neighbours=self.neighbours)
-        if self.step_size is not None:
-            object.__setattr__(self, "step_size", pixels(self.step_size))
-            if not self.step_size > 0:
-                raise ValueError(f"step_size must be positive, got {self.step_size}")
+        set_step_size(self)
         check_norm(self, math.inf, 2)
         if self.threat.relative:
             raise ValueError(f"ARC is for a radius in pixel units, got {self.threat}")

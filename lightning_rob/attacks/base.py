@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from lightning_rob.randomness import Generator, own_streams, seed_of, seeded_glo
 from lightning_rob.rules import Rule
 from lightning_rob.runtime.errors import ZeroGradientWarning
 from lightning_rob.runtime.memory import images_at_once
-from lightning_rob.threat import Norm, Threat
+from lightning_rob.threat import Norm, Threat, pixels
 
 ENOUGH = 16  # images without a gradient are no accident
 HAIR = 1e-4  # of the pixels' range, from the bounds
@@ -66,6 +66,14 @@ def check_norm(attack: "Attack", *orders: float) -> None:
         names = " and ".join("linf" if p == math.inf else f"l{p:g}" for p in orders)
         kind, norm = type(attack).__name__, attack.threat.norm
         raise ValueError(f"{kind} is for {names}, not for norm {norm}")
+
+
+def set_step_size(attack: Any) -> None:
+    """Set `step_size` in pixel units, None as it is; raise ValueError unless it is positive."""
+    if attack.step_size is not None:
+        object.__setattr__(attack, "step_size", pixels(attack.step_size))
+        if not attack.step_size > 0:
+            raise ValueError(f"step_size must be positive, got {attack.step_size}")
 
 
 class Attack(Counted, ABC):

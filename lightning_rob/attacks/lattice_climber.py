@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_rob.attacks.active_set import rows_of
 from lightning_rob.attacks.arc import member_order
-from lightning_rob.attacks.base import Attack, check_norm
+from lightning_rob.attacks.base import Attack, check_norm, set_step_size
 from lightning_rob.attacks.budget import PassCount
 from lightning_rob.attacks.sight import image_gradient
 from lightning_rob.defenses import Defense
@@ -19,7 +19,7 @@ from lightning_rob.defenses.network import network_logits
 from lightning_rob.objectives import check_logits
 from lightning_rob.randomness import Generator
 from lightning_rob.runtime.errors import at_least
-from lightning_rob.threat import TINY, Length, Threat, pixels, scale
+from lightning_rob.threat import TINY, Length, Threat, scale
 
 ALL_SETS = 4  # members up to which every set is tried; of more members one chain of sets
 SIGNED = 0.5  # share of the steps that follow the steepest direction; the others project
@@ -72,8 +72,8 @@ class LatticeClimber(Attack):
         threat: the ball and the bounds; linf or l2.
         steps: the largest number of steps for one set.
         step_size: length of the first signed step in pixel units; None is eps / 4.
-        classes: each member alone is aimed at the runner-up and then at as many other classes as
-            make this number, those of the largest logits.
+        classes: number of wrong classes that are tried for each member alone: the runner-up of each
+            step, then the next largest logits of the clean image.
         start: try the images that this attack returns as well: the climb is then never weaker.
 
     Raises:
@@ -92,10 +92,7 @@ class LatticeClimber(Attack):
 
     def __post_init__(self) -> None:
         at_least(1, steps=self.steps, classes=self.classes)
-        if self.step_size is not None:
-            object.__setattr__(self, "step_size", pixels(self.step_size))
-            if not self.step_size > 0:
-                raise ValueError(f"step_size must be positive, got {self.step_size}")
+        set_step_size(self)
         check_norm(self, math.inf, 2)
         if self.threat.relative:
             raise ValueError(f"LatticeClimber is for a radius in pixel units, got {self.threat}")
@@ -171,9 +168,9 @@ class LatticeClimber(Attack):
                 with torch.set_grad_enabled(needed):
                     z = z.detach().requires_grad_(needed)
                     logits = network_logits(member, z)
+                if needed:
                     aims = None if classes is None else classes[rows]
                     gap = _gap(logits.float() if logits.itemsize < 4 else logits, y[rows], aims)
-                if needed:
                     gradients.append(image_gradient(gap, z, rows_of(generator, rows)))
                     gaps.append(gap.detach().masked_fill(~of_images, -torch.inf))
                 fooled.append(logits.argmax(-1) != y[rows])
@@ -252,16 +249,16 @@ def _sets(climb: Climb, order: list[int], weights: Tensor) -> Iterator[Tensor]:
     """
     if len(order) > ALL_SETS:
         for member in order:
-            open_ = climb.possible[member] & ~climb.fooled[member]
-            wanted = climb.fooled & open_ & (weights > 0)[:, None]
-            wanted[member] = open_
+            reachable = climb.possible[member] & ~climb.fooled[member]
+            wanted = climb.fooled & reachable & (weights > 0)[:, None]
+            wanted[member] = reachable
             yield wanted
         return
     sets = [list(one) for size in range(2, len(order) + 1) for one in combinations(order, size)]
     for one in sorted(sets, key=lambda one: -float(weights[one].sum())):
         rest = weights.sum() - weights[one].sum()
         # A set with a member that cannot be fooled alone is out of reach.
-        open_ = (climb.right > rest + ROUNDING) & climb.possible[one].all(0)
+        reachable = (climb.right > rest + ROUNDING) & climb.possible[one].all(0)
         wanted = torch.zeros_like(climb.fooled)
-        wanted[one] = open_
+        wanted[one] = reachable
         yield wanted

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_rob.attacks.active_set import ActiveBatch, positions
 from lightning_rob.attacks.backward import Backward, entered
-from lightning_rob.attacks.base import Attack
+from lightning_rob.attacks.base import Attack, set_step_size
 from lightning_rob.attacks.budget import PassCount
 from lightning_rob.attacks.gradient import ObjectiveGradient
 from lightning_rob.attacks.optimizers import AggMo, AttackOptimizer
@@ -25,7 +25,7 @@ from lightning_rob.objectives import (
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import Rule, random_member
 from lightning_rob.runtime.errors import at_least
-from lightning_rob.threat import Length, Threat, choose, pixels, scale
+from lightning_rob.threat import Length, Threat, choose, scale
 
 
 @dataclass(frozen=True)
@@ -77,13 +77,11 @@ class PGD(Attack):
     early_stop: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "step_size", pixels(self.step_size))
         object.__setattr__(self, "momentum", tuple(self.momentum))
         if isinstance(self.backward, Sequence):
             object.__setattr__(self, "backward", tuple(self.backward))
         at_least(1, steps=self.steps, restarts=self.restarts, draws=self.draws)
-        if not self.step_size > 0:
-            raise ValueError(f"step_size must be positive, got {self.step_size}")
+        set_step_size(self)
         if AggMo(self.momentum) != AggMo((0.0,)) and self.ascent:
             raise ValueError(f"give momentum {self.momentum} or {self.ascent}, not both")
         if self.restarts > 1 and not self.random_start:
