@@ -124,7 +124,7 @@ def evaluate(
 
         evaluator = Evaluator(defense, attacks, settings, store, attacked, details, checks)
         with torch.autocast(device.type, enabled=False), torch.inference_mode(False):
-            for batch in _batches(batches, settings, rounds, unpack):
+            for batch in evaluated_batches(batches, settings, rounds, unpack):
                 x, y, index = on_device(batch, device)
                 evaluator.score(x.float(), y, index)
                 count += len(x)
@@ -176,13 +176,13 @@ def _resume_key(
     )
 
 
-def _batches(
+def evaluated_batches(
     batches: Any,
     settings: EvaluationSettings,
     protocol: RoundProtocol | None,
     unpack: Unpack | None,
 ) -> Iterator[Batch]:
-    """Canonical groups or rounds, with indices."""
+    """Yield the images that are evaluated, in canonical groups or rounds, with indices."""
     if isinstance(batches, Dataset):
         name = type(batches).__name__
         raise TypeError(f"batches is a data set: give DataLoader({name}(…), batch_size=128)")
