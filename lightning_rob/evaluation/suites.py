@@ -1,8 +1,10 @@
 """Which attacks each kind of defense calls for."""
 
+import math
 from dataclasses import dataclass, replace
 
 from lightning_rob.attacks import (
+    ARC,
     GMSA,
     PAA,
     PGD,
@@ -13,7 +15,6 @@ from lightning_rob.attacks import (
     Square,
     SurrogateTransforms,
     TransferFromStatic,
-    arc_suite,
 )
 from lightning_rob.attacks.auto import (
     AGGMO,
@@ -75,7 +76,9 @@ def default_attacks(defense: Defense, threat: Threat) -> dict[str, Attack]:
 
 
 def _on_members(threat: Threat, steps: int) -> dict[str, Attack]:
-    return {"arc": arc_suite(threat, steps)["arc"], "climb": LatticeClimber(threat, 2 * steps)}
+    radius = threat.eps if threat.p == math.inf else threat.eps / 4  # as in the ARC paper
+    paper = ARC(threat, steps, radius, early_stop=True)
+    return {"arc": paper, "climb": LatticeClimber(threat, 2 * steps)}
 
 
 @dataclass(frozen=True)
