@@ -315,7 +315,7 @@ IN_L2 = {  # plug-in -> the lengths of its attacks at l2 128/255, in 255ths
     "deepfool": [],
     "first_member": [32],
     "first_member_arc": [32],
-    "gallery": [32, 32, 128],
+    "gallery": [32],
     "members": [32, 32],
     "pgd": [32],
     "pgd_one_member": [32],
