@@ -223,6 +223,11 @@ class RobustEval(EvaluationCallback):
             if full[0].joint or not hasattr(pl_module, "defense"):
                 values[CLEAN] = full[0].accuracy(CLEAN)
         self.results = [row for evaluation in self.evaluations for row in evaluation.rows]
+        # First: whatever a logger or the module's hook raises, the records are there.
+        if (folder := writing_folder(trainer)) is not None:
+            for evaluation in self.evaluations:
+                evaluation.write(folder)
+        trainer.strategy.barrier("the records are written")
         values |= {row.name: row.accuracy for row in self.results if row.name != CLEAN}
         logged = {f"{stage}/robust/{name}": value for name, value in values.items()}
         for key, value in logged.items():
@@ -232,10 +237,6 @@ class RobustEval(EvaluationCallback):
             callback.log_more(pl_module, stage)
         if hook := getattr(pl_module, "on_robust_evaluation", None):
             hook(logged)
-        if (folder := writing_folder(trainer)) is not None:
-            for evaluation in self.evaluations:
-                evaluation.write(folder)
-        trainer.strategy.barrier("the records are written")
 
     def log_more(self, pl_module: Any, stage: str) -> None:
         """Log figures that are computed from `result`; called on every process."""

@@ -130,6 +130,8 @@ def _build(line: CommandLine, path: Path) -> Run:
 
 
 def _with_trainings(line: CommandLine) -> None:
+    if paths := [part["ckpt_path"] for part in line.parts if part.get("ckpt_path")]:
+        raise InputError(f"every trial trains anew: leave out the ckpt_path {paths[0]}")
     with quiet_lightning():
         cli = CommandCLI(line, run=False)
     chosen = function_of(line.command)(line.options, cli.built(), build_training)

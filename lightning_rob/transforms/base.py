@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from inspect import get_annotations
 from typing import Any, ClassVar, Literal, Self, final, get_args, get_origin
 
 import numpy as np
@@ -38,6 +39,15 @@ class Transform(ABC):
     reversible: ClassVar[bool] = False  # whether there is an `undo`
     limits: ClassVar[tuple[tuple[str, float, float], ...]] = ()  # (argument, lowest, highest)
     odd: ClassVar[str] = ""  # the argument with the sides of kernels, which are odd
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for name, kind in get_annotations(cls).items():
+            if name != "p" and hasattr(Transform, name) and "ClassVar" not in str(kind):
+                raise TypeError(
+                    f"{cls.__name__} has an argument {name!r}, which every transform has with "
+                    "another meaning: give it another name"
+                )
 
     def __post_init__(self) -> None:
         limits = {name: (low, high) for name, low, high in self.limits}

@@ -624,7 +624,11 @@ def test_ctrl_c_ends_it_with_130_and_a_second_monitor_is_refused(trained, watche
 
 def test_a_suite_of_its_own_where_none_is_given(trained, watched, put):
     put(EPOCHS[3])
-    run("monitor", watched, "--once", "--trainer.accelerator=cpu", "--data.test_size=8")
+    # What a fit has saved has a `ckpt_path`, here that of another run.
+    saved = yaml.safe_load((trained / "run/version_0/config.yaml").read_text())
+    (watched / "config.yaml").write_text(yaml.safe_dump(saved | {"ckpt_path": "gone.ckpt"}))
+    options = ("--config", watched / "config.yaml", "--trainer.logger=false")
+    run("monitor", watched, "--once", "--trainer.accelerator=cpu", "--data.test_size=8", *options)
     found = {line["name"]: line for line in lines(watched) if "name" in line}
     pgds = [f"adaptive_pgd{kind}" for kind in ("", "_logits", "_restarts")]
     assert list(found) == ["clean", *pgds, "arc", "climb", "worst"]

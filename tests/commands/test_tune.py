@@ -344,6 +344,7 @@ def with_(**sections):
         (with_(trial={"trainer.max_epochs": "few"}), [], "max_epochs"),
         (SPACE, ["--space=none.yaml"], "none.yaml cannot be read as a search space: "),
         (SPACE, ["--warm_start=none.jsonl"], "no trials in none.jsonl"),
+        (SPACE, ["--config={ckpt_path: last.ckpt}"], "leave out the ckpt_path last.ckpt"),
         (SPACE, ["--trainer.devices=2"], "a trial runs on one device, got 2"),
         (SPACE, ["--ray"], "pip install 'lightning-rob[ray]'"),
     ],
