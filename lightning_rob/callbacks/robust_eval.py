@@ -260,7 +260,7 @@ class RobustEval(EvaluationCallback):
             defense = self.defense_of(pl_module)
             title = [getattr(pl_module, "method", type(pl_module).__name__)]
             title += [type(defense).__name__] if defense.transductive else []
-            title += [f"data loader {self.inputs.dataloader_idx}"] if self.suffix else []
+            title += [f"data loader {self.inputs.dataloader_idx}"] if self.inputs.suffix else []
             print_table(" · ".join(title), self.results, console_of(trainer))
 
 
@@ -364,7 +364,7 @@ class Evaluation:
         self.evaluator.store.copy_images(path.parent)
         append_records(folder / self.first.record, (row.record() for row in self.rows))
         for name, picture in self.panels.items():
-            tag = f"{stage}/adversarial/{name}{self.first.suffix}"
+            tag = f"{stage}/adversarial/{name}{self.first.inputs.suffix}"
             log_picture(trainer, tag, picture)
 
     def _stem(self, names: Iterable[str]) -> str:
@@ -374,7 +374,7 @@ class Evaluation:
         often = trainer.val_check_interval
         if epoch and not (isinstance(often, float) and often == 1):  # several in an epoch
             epoch.append(f"step{trainer.global_step:06d}")
-        loader = [self.first.suffix.strip("/")] if self.first.suffix else []
+        loader = [self.first.inputs.suffix.strip("/")] if self.first.inputs.suffix else []
         target = [self.target_name] if self.target is not full_defense else []
         joined = "+".join([first, *more])
         joined = joined if len(joined) <= LONGEST_NAME else f"{first}+{len(more)}_more"

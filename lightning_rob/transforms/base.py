@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from inspect import get_annotations
 from typing import Any, ClassVar, Literal, Self, final, get_args, get_origin
 
 import numpy as np
@@ -40,16 +39,12 @@ class Transform(ABC):
     limits: ClassVar[tuple[tuple[str, float, float], ...]] = ()  # (argument, lowest, highest)
     odd: ClassVar[str] = ""  # the argument with the sides of kernels, which are odd
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        for name, kind in get_annotations(cls).items():
-            if name != "p" and hasattr(Transform, name) and "ClassVar" not in str(kind):
-                raise TypeError(
-                    f"{cls.__name__} has an argument {name!r}, which every transform has with "
-                    "another meaning: give it another name"
-                )
-
     def __post_init__(self) -> None:
+        if hidden := [f.name for f in fields(self) if f.name != "p" and hasattr(Transform, f.name)]:
+            raise TypeError(
+                f"{self.class_name} has an argument {hidden[0]!r}, which every transform has "
+                "with another meaning: give it another name"
+            )
         limits = {name: (low, high) for name, low, high in self.limits}
         limits |= {"alpha": (0, 1), "p": (0, 1)}
         for argument in fields(self):
