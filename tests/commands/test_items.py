@@ -174,7 +174,7 @@ def test_a_run_with_broken_records_does_not_stop_the_report(tmp_path, monkeypatc
     def fails(found, *args):
         if found.folder.name == "odd":
             raise LookupError("odd \x1b[2J")
-        return run_section(found, *args)
+        yield from run_section(found, *args)
 
     run_section = reports.run_section
     monkeypatch.setattr(reports, "run_section", fails)

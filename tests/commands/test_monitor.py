@@ -327,20 +327,6 @@ def test_weights_and_model_count_and_nothing_is_evaluated_twice(trained, watched
     assert evaluated(watched) == found
 
 
-def test_a_history_of_an_earlier_version_goes_on_or_is_refused(trained, watched, put, capsys):
-    put(EPOCHS[0])
-    assert watch(trained, watched) == 0
-    record = watched / "monitor.jsonl"
-    old = [{k: v for k, v in x.items() if k not in ("stamp", "config")} for x in lines(watched)]
-    record.write_text("".join(json.dumps(line) + "\n" for line in old))
-    assert watch(trained, watched) == 0
-    assert evaluated(watched) == [EPOCHS[0]]
-    with record.open("a") as file:
-        file.write('{"event": "judged", "alarm": []}\n')
-    assert watch(trained, watched) == 2
-    assert "has events 'judged' of an earlier version" in capsys.readouterr().err
-
-
 def noisy(alpha):
     """Puts uniform noise before the net of a recipe."""
     transforms = {"UniformNoise": {"alpha": alpha}}

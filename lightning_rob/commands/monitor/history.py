@@ -64,11 +64,6 @@ class History:
                 fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.file.seek(0)
             self.lines, end = _whole_groups(self.file.read())
-            if any(line.get("event") == "judged" for line in self.lines):
-                raise ValueError(
-                    f"{self.path} has events 'judged' of an earlier version: choose another --out "
-                    "for new checkpoints; lightning-rob report shows the old ones"
-                )
             self.file.truncate(end)
             os.fsync(self.file.fileno())
         except BaseException as error:
