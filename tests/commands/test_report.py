@@ -273,7 +273,7 @@ def test_one_name_for_different_attacks_is_said_so(tmp_path):
     lines[1]["attack"]["init_args"] |= {"steps": 50, "restarts": 5}
     b = folder(tmp_path / "b", lines)
     _, text, markdown = made(a, b, out=tmp_path / "report.html")
-    assert "a: steps=20, restarts=not recorded; b: steps=50, restarts=5" in text
+    assert "a and b differ in steps (20 and 50), restarts (none and 5)" in text
     marked = [name for name in rows(markdown)[0] if "†" in name]
     assert marked == ["apgd † (linf 8/255)", "worst † (linf 8/255)"]
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lightning_rob.commands import specs
 from lightning_rob.commands.report.blocks import (
     NONE,
     WHOLE,
@@ -44,7 +45,6 @@ from lightning_rob.commands.specs import (
     Spec,
     arguments,
     class_name,
-    flat,
     inner_attacks,
     other_arguments,
     short,
@@ -108,28 +108,22 @@ def comparison(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Block]:
 
 def differences(by_label: Mapping[str, Results], column: Column) -> str:
     """Return how the attacks of one column differ between runs, as text; "" if they are equal."""
-    kinds: dict[tuple[tuple[str, str], ...], list[str]] = {}
-    for label, found in by_label.items():
-        if column in found:
-            one = found[column]
-            options = flat(one.attack) if one.is_attack else {"over": f"({', '.join(one.over)})"}
-            kinds.setdefault(tuple(options.items()), []).append(label)
     title = f"{line_name(column[:2])} {column[2]}".strip()
-    if len(kinds) < 2:
-        parts = {c for found in by_label.values() for c in found if c[0] not in ("clean", "worst")}
-        mixed = column[0] == "worst" and any(
-            differences(by_label, part) for part in parts if part[1:] == column[1:]
-        )
-        return f"{title} is over attacks that are not the same in all runs." if mixed else ""
-    definitions = [dict(kind) for kind in kinds]
-    keys = dict.fromkeys(key for options in definitions for key in options)
-    apart = [key for key in keys if len({options.get(key) for options in definitions}) > 1]
-    described = [
-        f"{listed(labels)}: "
-        + ", ".join(f"{key}={options.get(key, 'not recorded')}" for key in apart)
-        for labels, options in zip(kinds.values(), definitions, strict=True)
-    ]
-    return f"{title} does not mean the same in all runs. {'; '.join(described)}."
+    runs = {label: found[column] for label, found in by_label.items() if column in found}
+    (first, one), *others = runs.items()
+    described = []
+    for label, other in others:
+        apart = list(specs.differences(one.attack, other.attack))
+        if one.over != other.over:
+            apart.append(f"over ({', '.join(one.over)} and {', '.join(other.over)})")
+        described += [f"{first} and {label} differ in {', '.join(apart)}"] if apart else []
+    if described:
+        return f"{title} does not mean the same in all runs: {'; '.join(described)}."
+    parts = {c for found in by_label.values() for c in found if c[0] not in ("clean", "worst")}
+    mixed = column[0] == "worst" and any(
+        differences(by_label, part) for part in parts if part[1:] == column[1:]
+    )
+    return f"{title} is over attacks that are not the same in all runs." if mixed else ""
 
 
 def run_section(run: Run, name: str, level: int, folder: Path) -> Iterator[Block]:

@@ -1,14 +1,10 @@
 """`lightning-rob tune`: search the values of a recipe's keys."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar
 
 from lightning_rob.commands.config import CommandConfig
-
-if TYPE_CHECKING:
-    from lightning_rob.commands.base import Run
 
 
 @dataclass(frozen=True)
@@ -36,6 +32,7 @@ class TuneConfig(CommandConfig):
 
     positional: ClassVar[str] = ""
     usage: ClassVar[str] = "--config RECIPE --space FILE [options of fit]"
+    part: ClassVar[str] = "search"
 
     space: Path | None = None
     trials: int | None = None
@@ -52,10 +49,3 @@ class TuneConfig(CommandConfig):
             raise ValueError(
                 "say what to search: --space FILE, such as configs/spaces/tune_digits.yaml"
             )
-
-
-def run(config: TuneConfig, run: "Run", build: Callable[[Path], Any]) -> Path | None:
-    """Search, and return the best recipe if it is to be trained."""
-    from lightning_rob.commands.tune import search
-
-    return search.run(config, run, build)
