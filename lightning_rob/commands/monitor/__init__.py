@@ -31,7 +31,7 @@ class MonitorConfig(CommandConfig):
     Args:
         run: folder, file, s3://… or mlflow:models/NAME@ALIAS; or first argument
         suite: attacks such as rec_suite, one each time; else PGD, ARC as trained
-        alarm: alarm below robust/worst=0.40,acc=0.80, or above blind=0.02
+        alarm: limits: an alarm below robust/worst=0.40,acc=0.80, above blind=0.02
         drop: alarm if worst fell since last or best, p < N; significant: 0.05
         notify: POST alarms and recoveries to this URL; slack://… by apprise
         serve: page, /metrics for Prometheus and /healthz at this port of localhost, such as 9108

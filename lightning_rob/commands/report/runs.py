@@ -14,6 +14,7 @@ import yaml
 
 from lightning_rob.commands.report.blocks import WHOLE, Interval
 from lightning_rob.commands.specs import Spec, class_name
+from lightning_rob.runtime.files import read_json_lines
 
 SCHEMA = 1  # the version of the records that a report reads
 MONITOR, AUDIT = "monitor.jsonl", "audit.json"
@@ -24,14 +25,9 @@ SORTED_BY = {"name": str, "stage": str, "target": str, "epoch": int}  # fields, 
 
 def records_in(path: Path) -> Iterator[Fields]:
     """Yield the records of a file; half-written and foreign lines are passed over."""
-    for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
-        try:
-            fields = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if not isinstance(fields, dict) or fields.get("schema") != SCHEMA:
-            continue
-        if all(isinstance(fields.get(name, kind()), kind) for name, kind in SORTED_BY.items()):
+    for fields in read_json_lines(path):
+        sorts = (isinstance(fields.get(name, kind()), kind) for name, kind in SORTED_BY.items())
+        if fields.get("schema") == SCHEMA and all(sorts):
             yield fields
 
 
