@@ -19,7 +19,7 @@ from lightning_rob.objectives import check_logits
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import random_member
 from lightning_rob.runtime.errors import at_least
-from lightning_rob.threat import Length, Threat, choose, scale
+from lightning_rob.threat import Length, Threat, choose, divisor, guard, scale
 
 GUARD = 1e-10  # added to divisors, as in the authors' code
 RHO = 0.05  # distance to aim beyond a decision boundary, as a share of eps
@@ -157,7 +157,8 @@ class ARC(Attack):
             length = self._length(w, distance, delta_local, first=rank == 0)
             step = delta_local + scale(self.threat.steepest(-w), length)
             # All members share one radius: a step for a later one takes length from the others.
-            step = scale(step, self.local_radius / (self.threat.size(step) + GUARD))
+            size = self.threat.size(step)
+            step = scale(step, self.local_radius / (size + guard(size, GUARD)))
             candidate = x + self.threat.clip(at.delta + step, x)
             acc_candidate = expected_accuracy(members, weights, candidate, at.y)
             # On ties the step is kept: a later member may need it to be fooled as well.
@@ -179,8 +180,9 @@ class ARC(Attack):
         if first:
             return eta
         # projected back onto the sphere of radius eta, the step still ends beyond the boundary
-        gap = ((w * delta_local).flatten(1).sum(1) / (self.threat.dual(w) + GUARD) + distance).abs()
-        beyond = eta / (eta - distance + GUARD) * gap + RHO * self.threat.eps
+        least, slope = guard(eta, GUARD), self.threat.dual(w)
+        gap = ((w * delta_local).flatten(1).sum(1) / (slope + least) + distance).abs()
+        beyond = eta / (eta - distance + least) * gap + RHO * self.threat.eps
         return torch.where(distance < eta, beyond, eta)
 
 
@@ -191,7 +193,8 @@ def nearest_boundary(
     normal, distance = torch.zeros_like(z), z.new_full((len(z),), torch.inf)
     for rank, gap in enumerate(gaps.to(z).unbind(1), 1):
         w = image_gradient(gap, z, generator, keep=rank < gaps.shape[1])
-        zeta = gap.detach().abs() / (threat.dual(w) + GUARD)
+        slope = threat.dual(w)
+        zeta = gap.detach().abs() / (slope + guard(slope, GUARD))
         normal, distance = choose(zeta < distance, w, normal), torch.minimum(zeta, distance)
     return normal, distance
 
@@ -251,7 +254,7 @@ def arc_linear(
             beyond = threat.eps / (threat.eps - zeta) * gap + RHO * threat.eps
             length = torch.where(zeta < threat.eps, beyond, length)
         step = delta + scale(direction, length)
-        step = scale(step, threat.eps / threat.size(step).clamp_min(GUARD))
+        step = scale(step, threat.eps / divisor(threat.size(step), GUARD))
         acc_candidate = accuracy(flat + step)
         delta = choose(acc_candidate <= acc_best, step, delta)
         acc_best = torch.minimum(acc_candidate, acc_best)

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import ClassVar, Literal, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -12,16 +12,6 @@ from lightning_rob.defenses.network import Preprocessed, network_logits
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import Rule, abstains, mean_probs
 from lightning_rob.transforms import Transform
-
-Kind = Literal[
-    "single",
-    "ensemble",
-    "mixture",
-    "random_transforms",
-    "transform_ensemble",
-    "transductive",
-    "other",
-]
 
 
 class Defense(nn.Module, ABC):
@@ -34,7 +24,6 @@ class Defense(nn.Module, ABC):
     which `abstains` declares. An attack then succeeds where the defense accepts and is wrong.
     """
 
-    kind: ClassVar[Kind] = "other"  # which attacks and checks are made for it
     transforms: Mapping[str, Transform] = MappingProxyType({})  # of its inputs, by name
     rule: Rule
     weights: Tensor
@@ -155,8 +144,6 @@ class Single(Defense):
         rejects: class by which the network rejects an image, such as 10 where a detector has the
             classes 0 … 9 and "adversarial"; no label is of this class.
     """
-
-    kind = "single"
 
     def __init__(self, net: nn.Module, rule: Rule = mean_probs, rejects: int | None = None) -> None:
         check_network(net)

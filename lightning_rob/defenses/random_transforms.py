@@ -49,8 +49,6 @@ class RandomTransforms(Defense):
         FileNotFoundError: there is no such folder of approximations, or it lacks one.
     """
 
-    kind = "random_transforms"
-
     def __init__(
         self,
         net: nn.Module,

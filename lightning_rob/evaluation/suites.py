@@ -26,7 +26,13 @@ from lightning_rob.attacks.auto import (
     surrogate_for,
 )
 from lightning_rob.attacks.controls import RandomCorners, RandomStart
-from lightning_rob.defenses import Defense, random_transforms_in
+from lightning_rob.defenses import (
+    Defense,
+    Ensemble,
+    RandomTransforms,
+    is_transform_ensemble,
+    random_transforms_in,
+)
 from lightning_rob.objectives import (
     ce_of_mean_logits,
     ce_of_rule,
@@ -62,7 +68,7 @@ def default_attacks(defense: Defense, threat: Threat) -> dict[str, Attack]:
             f"a {type(defense).__name__} adapts to its attacker: name the attacks that rehearse "
             "it, such as --suite callbacks/gmsa_avg.yaml"
         )
-    steps, draws = 20, DRAWS if defense.kind == "random_transforms" else None
+    steps, draws = 20, DRAWS if isinstance(defense, RandomTransforms) else None
     pgd = PGD(threat, steps, threat.eps / 4, draws=draws, random_start=False)
     attacks: dict[str, Attack] = {
         "adaptive_pgd": pgd,
@@ -70,7 +76,7 @@ def default_attacks(defense: Defense, threat: Threat) -> dict[str, Attack]:
         "adaptive_pgd_restarts": replace(pgd, restarts=5, random_start=True),
     }
     # Not `suite_kind`: boosting adds the other members later.
-    if defense.kind == "ensemble" and defense.rule is random_member and not threat.relative:
+    if isinstance(defense, Ensemble) and defense.rule is random_member and not threat.relative:
         attacks |= _on_members(threat, steps)
     return attacks
 
@@ -132,7 +138,7 @@ def suite_for(
 
 def _on_differentiable(defense: Defense, attack: Attack) -> Attack:
     """Return the attack on members that have a gradient; where none has, on each network (TAA)."""
-    if defense.kind != "transform_ensemble":
+    if not is_transform_ensemble(defense):
         return attack
     with_gradient = any(kind.differentiable for kind in defense.transforms.values())
     return OnDifferentiable(attack) if with_gradient else TAA(attack)

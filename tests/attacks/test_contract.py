@@ -219,7 +219,7 @@ def test_every_attack_is_in_the_list():
     """Each concrete class of the package, also one defined outside of `attacks`."""
     found, waiting = set(), [Attack]
     for module in pkgutil.walk_packages(lightning_rob.__path__, "lightning_rob."):
-        if module.name not in ("lightning_rob.__main__", "lightning_rob.commands.tune.ray"):
+        if module.name != "lightning_rob.__main__":
             importlib.import_module(module.name)
     while waiting:
         found |= (new := set(waiting.pop().__subclasses__()) - found)
@@ -416,6 +416,26 @@ def test_any_mixture_of_types_strides_and_outputs(name, mixture):
         torch.set_default_dtype(torch.float32)
     assert_inside(attack.threat, x_adv, x)
     assert isinstance(attack, NoAttack) == torch.equal(x_adv, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "attack",
+    [ENTRIES[name][0] for name in (*FAMILIES, "arc-l2", "climb-l2", "pdgd-l2", "minimal-norm")]
+    + [PGD(L2, 3, 0.25), APGD(L2, 5), APGD(L2, 5, targets=2), FAB(L2, 5, 2), FAB(L2, 5, 0, 2)]
+    + [DeepFool(L2), Square(L2, 50), Auto(LINF, 60), PGD(L2, 3, 0.25, random_start=False)],
+    ids=lambda attack: type(attack).__name__,
+)
+def test_images_in_half_precision_without_a_gradient(attack, pair, dtype):
+    """Guards of divisions such as 1e-30 are 0 in float16."""
+    x, y = images(4, seed=31)
+    for net in pair.to(dtype).modules():
+        if isinstance(net, ConvNet):
+            net.register_forward_hook(lambda net, x, found: 0 * found - torch.arange(4))
+    x_adv = attack(pair, x.to(dtype), torch.zeros_like(y), seeded())
+    assert x_adv.dtype == dtype
+    assert (x_adv - x.to(dtype)).isfinite().all()
+    assert ((x_adv >= 0) & (x_adv <= 1)).all()
 
 
 @entries(*FAMILIES)

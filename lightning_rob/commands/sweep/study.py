@@ -96,7 +96,7 @@ def with_members(defense: Defense, count: float) -> Ensemble:
 
 
 def _ensemble(defense: Defense) -> tuple[list[torch.nn.Module], torch.Tensor]:
-    if defense.kind != "ensemble":
+    if not isinstance(defense, Ensemble):
         kind = type(defense).__name__
         raise ValueError(f"a sweep over probability or members needs an Ensemble, got {kind}")
     return defense.classifiers, defense.weights.double().cpu()
@@ -359,9 +359,7 @@ class Sweep:
         last = over[-1].result.details
         details = {k: v for k, v in counted[0].details.items() if k not in ("attack", "threat")}
         details |= {name: last[name] for name in MEASURED}
-        details |= found.details(index for index, _ in tables)
         details |= {"over": [task.name for task in counted]}
         details |= {"reuse": self.cache.files.reference(key)}
-        draws = found.scores if last["private_draws"] > 1 else None
-        result = measured(WORST, found.scores.mean(1), 0.0, details, draws)
-        return [Point(result, (found.index, found.scores))]
+        worst = found.row(details, (index for index, _ in tables), last["private_draws"])
+        return [Point(worst, (found.index, found.scores))]

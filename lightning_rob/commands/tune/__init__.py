@@ -1,14 +1,10 @@
 """`lightning-rob tune`: search the values of a recipe's keys."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar
 
 from lightning_rob.commands.config import CommandConfig
-
-if TYPE_CHECKING:
-    from lightning_rob.commands.base import Run
 
 
 @dataclass(frozen=True)
@@ -32,12 +28,11 @@ class TuneConfig(CommandConfig):
         warm_start: trials.jsonl of an earlier study of all or some variables; may be repeated
         out: for trials.jsonl, best.yaml, convergence.png; else tuning/RECIPE
         then_fit: train best.yaml after the search
-        ray: run trials through Ray Tune: pip install 'lightning-rob[ray]'
-        concurrent: N trials at a time, with --ray (2)
     """
 
     positional: ClassVar[str] = ""
     usage: ClassVar[str] = "--config RECIPE --space FILE [options of fit]"
+    part: ClassVar[str] = "search"
 
     space: Path | None = None
     trials: int | None = None
@@ -48,20 +43,9 @@ class TuneConfig(CommandConfig):
     warm_start: list[Path] | None = None
     out: Path | None = None
     then_fit: bool = False
-    ray: bool = False
-    concurrent: int | None = None
 
     def __post_init__(self) -> None:
         if self.space is None:
             raise ValueError(
                 "say what to search: --space FILE, such as configs/spaces/tune_digits.yaml"
             )
-        if self.concurrent is not None and (not self.ray or self.concurrent < 1):
-            raise ValueError(f"--concurrent needs --ray and at least 1, got {self.concurrent}")
-
-
-def run(config: TuneConfig, run: "Run", build: Callable[[Path], Any]) -> Path | None:
-    """Search, and return the best recipe if it is to be trained."""
-    from lightning_rob.commands.tune import search
-
-    return search.run(config, run, build)
