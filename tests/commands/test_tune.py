@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -112,7 +113,7 @@ def test_a_failed_trial_is_recorded_and_counts_as_the_worst(tmp_path):
     assert len(after) < 7
     place = {"x": 0.0, "y": 1.0}
     worse = [(place, None), ({"x": 1.0, "y": 2.0}, 0.5), ({"x": 0.5, "y": 0.0}, 2.0)]
-    assert (place, 0.5) in made.search.observations(worse)
+    assert (place, 0.5) in made.search.observations(worse, [])
 
 
 def test_all_failing_is_an_error(tmp_path):
@@ -125,11 +126,15 @@ def test_all_failing_is_an_error(tmp_path):
     assert len(made.record.ended) == 4
 
 
-def test_the_same_point_twice_counts_by_its_mean(tmp_path):
+def test_the_same_point_twice_counts_by_its_mean_and_pending_ones_as_average(tmp_path):
     search = study(tmp_path).search
     one, two, far = {"x": 0.0, "y": 1.0}, {"x": 0.5, "y": 1.0}, {"x": 0.0, "y": 9.0}
-    known = search.observations([(one, 1.0), (one, 2.0), (far, 6.0), (two, None)])
-    assert known == [(one, 1.5), (two, 1.0)]
+    known = search.observations([(one, 1.0), (one, 2.0), (far, 6.0)], [two])
+    assert known == [(one, 1.5), (two, 3.0)]
+    tried = heights((-0.75, 0, 0.75), (0, 2, 4))
+    first = search.propose(20, tried)
+    apart = search.propose(20, tried, [first])
+    assert math.dist(first.values(), apart.values()) > 0.01
 
 
 def test_a_warm_start_replaces_random_trials(tmp_path):
@@ -255,7 +260,11 @@ def test_invalid_spaces(change, message):
 
 
 def test_invalid_options():
-    for options, message in (({}, "say what to search"),):
+    for options, message in (
+        ({}, "say what to search"),
+        ({"space": Path("s"), "concurrent": 2}, "needs --ray"),
+        ({"space": Path("s"), "ray": True, "concurrent": 0}, "at least 1"),
+    ):
         with pytest.raises(ValueError, match=message):
             TuneConfig(**options)
 
@@ -337,9 +346,12 @@ def with_(**sections):
         (SPACE, ["--warm_start=none.jsonl"], "no trials in none.jsonl"),
         (SPACE, ["--config={ckpt_path: last.ckpt}"], "leave out the ckpt_path last.ckpt"),
         (SPACE, ["--trainer.devices=2"], "a trial runs on one device, got 2"),
+        (SPACE, ["--ray"], "pip install 'lightning-rob[ray]'"),
     ],
 )
 def test_bad_input_is_one_line(space, args, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "lightning_rob.commands.tune.ray", raising=False)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
         run("tune", *files(tmp_path, space), *args)
