@@ -69,13 +69,18 @@ def readable(fields: Fields) -> Fields:
 
 def records_in(path: Path) -> Iterator[Fields]:
     """Yield the records of a file; half-written and foreign lines are passed over."""
+    return (readable(fields) for fields in _lines(path) if fields.get("schema") == SCHEMA)
+
+
+def _lines(path: Path) -> Iterator[Fields]:
+    """Yield the mappings of a file, of any schema."""
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
         try:
             fields = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(fields, dict) and fields.get("schema") == SCHEMA:
-            yield readable(fields)
+        if isinstance(fields, dict):
+            yield fields
 
 
 @dataclass(frozen=True)
@@ -211,6 +216,13 @@ def find_runs(paths: Sequence[str | Path]) -> list[Run]:
             runs.append(run)
     if not runs:
         searched = ", ".join(map(str, paths))
+        files = [file for folder in folders.values() for file in folder.glob("*.jsonl")]
+        schemas = {str(fields.get("schema")) for file in files for fields in _lines(file)}
+        if others := sorted(schemas - {str(SCHEMA), "None"}):
+            raise ValueError(
+                f"the records in {searched} have schema {', '.join(others)}, "
+                f"this version reads {SCHEMA}"
+            )
         raise ValueError(
             f"no records in {searched}: RobustEval writes robust.jsonl to the folder of a run"
         )
