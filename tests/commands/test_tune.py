@@ -14,7 +14,7 @@ from lightning_rob.commands.tune import TuneConfig
 from lightning_rob.commands.tune.space import Budget, Space, replaced, value_at
 from lightning_rob.commands.tune.study import Record, Search, Study, read_trials
 from tests.forked import Forked
-from tests.tiny import arc, pgd, recipe, robust_eval, run
+from tests.tiny import ROOT, arc, pgd, recipe, robust_eval, run
 
 LR = "model.init_args.optimizer.init_args.lr"
 WIDTH = "model.init_args.net.init_args.width"
@@ -227,6 +227,16 @@ def test_dotted_keys_reach_into_lists_and_a_wrong_one_names_the_nearest():
     lists = Space.read({"variables": {"model.list": [0, 1]}, "objective": {"a": 1}})
     with pytest.raises(ValueError, match="must be a number, got"):
         lists.initial(TRANSFORMED)
+
+
+def test_the_shipped_space_fits_its_recipe(capsys):
+    with pytest.raises(SystemExit):
+        run("fit", "--config", "rt_digits", "--print_config")
+    whole = yaml.safe_load(capsys.readouterr().out)
+    space = Space.read(yaml.safe_load((ROOT / "configs/spaces/tune_digits.yaml").read_text()))
+    assert space.contains(space.initial(whole))
+    attacks = value_at(replaced(whole, space.trial), "trainer.callbacks+.1.init_args.attacks")
+    assert {f"val/robust/{name}" for name in attacks} == {*space.objective}
 
 
 def test_the_objective_is_the_weighted_sum():
