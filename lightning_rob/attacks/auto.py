@@ -20,7 +20,6 @@ from lightning_rob.attacks.pgd import PGD
 from lightning_rob.attacks.transform_ensemble import OnDifferentiable
 from lightning_rob.defenses import (
     Defense,
-    RandomTransforms,
     is_transform_ensemble,
     random_transforms_in,
 )
@@ -101,9 +100,7 @@ class Auto(Attack):
             pgd = self._pgd(defense, each, rounds * members)
             return GMSA(Budgeted(replace(pgd, keep_best=True), each), rounds=rounds)
         if kind == "random":
-            anew = isinstance(
-                unwrapped(defense), RandomTransforms
-            )  # else each draw is one prediction's
+            anew = unwrapped(defense).resamples  # else each draw is one prediction's
             draws = DRAWS if anew else ceil(DRAWS / members)
             pgd = self._pgd(defense, self.passes, draws if anew else draws * members)
             smooth = replace(pgd, draws=draws, objective=linear, momentum=AGGMO)

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ class Defense(nn.Module, ABC):
     """
 
     transforms: Mapping[str, Transform] = MappingProxyType({})  # of its inputs, by name
+    resamples: ClassVar[bool] = False  # whether an attack may take any number of its draws
     rule: Rule
     weights: Tensor
     stateful = False  # whether the next round starts from the current adaptation

@@ -49,6 +49,8 @@ class RandomTransforms(Defense):
         FileNotFoundError: there is no such folder of approximations, or it lacks one.
     """
 
+    resamples = True
+
     def __init__(
         self,
         net: nn.Module,

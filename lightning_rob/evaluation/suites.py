@@ -29,7 +29,6 @@ from lightning_rob.attacks.controls import RandomCorners, RandomStart
 from lightning_rob.defenses import (
     Defense,
     Ensemble,
-    RandomTransforms,
     is_transform_ensemble,
     random_transforms_in,
 )
@@ -68,7 +67,7 @@ def default_attacks(defense: Defense, threat: Threat) -> dict[str, Attack]:
             f"a {type(defense).__name__} adapts to its attacker: name the attacks that rehearse "
             "it, such as --suite callbacks/gmsa_avg.yaml"
         )
-    steps, draws = 20, DRAWS if isinstance(defense, RandomTransforms) else None
+    steps, draws = 20, DRAWS if defense.resamples else None
     pgd = PGD(threat, steps, threat.eps / 4, draws=draws, random_start=False)
     attacks: dict[str, Attack] = {
         "adaptive_pgd": pgd,
