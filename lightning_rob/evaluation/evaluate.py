@@ -124,14 +124,14 @@ def evaluate(
 
         evaluator = Evaluator(defense, attacks, settings, store, attacked, details, checks)
         with torch.autocast(device.type, enabled=False), torch.inference_mode(False):
-            for batch in _batches(batches, settings, rounds, unpack):
+            for batch in indexed_groups(batches, settings, rounds, unpack):
                 x, y, index = on_device(batch, device)
                 evaluator.score(x.float(), y, index)
                 count += len(x)
     if not count:
         raise ValueError("there are no images to evaluate: the batches are empty")
     found = evaluator.result()
-    check_indices(found, count)
+    check_indices(found.index, count)
     # A log that stays would be taken for that of an interrupted evaluation.
     store.delete()
     warn_of(found.findings)
@@ -176,13 +176,13 @@ def _resume_key(
     )
 
 
-def _batches(
+def indexed_groups(
     batches: Any,
     settings: EvaluationSettings,
     protocol: RoundProtocol | None,
     unpack: Unpack | None,
 ) -> Iterator[Batch]:
-    """Canonical groups or rounds, with indices."""
+    """Yield canonical groups or rounds of images, with labels and indices."""
     if isinstance(batches, Dataset):
         name = type(batches).__name__
         raise TypeError(f"batches is a data set: give DataLoader({name}(…), batch_size=128)")

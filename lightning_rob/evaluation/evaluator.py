@@ -387,10 +387,10 @@ def device_of(defense: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
-def check_indices(result: EvaluationResult, expected: int) -> None:
+def check_indices(index: Tensor, expected: int) -> None:
     """Raise ValueError where several images have the same index: one would count for all."""
-    if len(result.index) < expected:
+    if len(index) < expected:
         raise ValueError(
-            f"{expected} images have {len(result.index)} different indices: give each image of a "
+            f"{expected} images have {len(index)} different indices: give each image of a "
             "data set an index of its own, by which its scores and its noise are kept"
         )

@@ -329,10 +329,16 @@ class EvaluationResult:
         findings = [record(finding) for finding in self.findings if finding.flagged]
         return {**self.details, **known, **({"findings": findings} if findings else {})}
 
-    def save(self, path: Path | str, card: Mapping[str, Any] | None = None) -> None:
-        """Write the per-image scores as CSV and, beside it, the card with more fields as JSON."""
+    def save(
+        self,
+        path: Path | str,
+        card: Mapping[str, Any] | None = None,
+        columns: Mapping[str, Sequence[Any]] | None = None,
+    ) -> None:
+        """Write the per-image scores as CSV and, beside it, the card as JSON, with more of both."""
         worst, card = self.per_image(WORST), self.card() | dict(card or {})
-        write_result_file(Path(path), self.names, self.rows, self.draws, card, worst)
+        own = self.names, self.rows, self.draws
+        write_result_file(Path(path), *own, card, worst, columns)
 
     def __str__(self) -> str:
         return self.table()
