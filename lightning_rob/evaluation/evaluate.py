@@ -57,6 +57,7 @@ def evaluate(
     max_images: int | None = None,
     group_size: int = GROUP_SIZE,
     protocol: RoundProtocol | None = None,
+    known_noise: bool = False,
     unpack: Unpack | None = None,
     preprocess: Callable[[Tensor], Tensor] | None = None,
     resume: Path | str | None = None,
@@ -83,6 +84,8 @@ def evaluate(
         max_images: attack this many images, a random choice by the seed; None attacks all.
         group_size: images that are attacked together; other sizes may round otherwise.
         protocol: the rounds in which a defense that adapts is attacked; None is `RoundProtocol()`.
+        known_noise: attack a defense that predicts at random once more, by an attacker who knows
+            its draws; see `EvaluationResult.known_noise`.
         unpack: function of a batch that returns one of the above; None takes batches as they are.
         preprocess: what is applied to images before a plain network, such as a normalization;
             attacks go through its gradient.
@@ -100,7 +103,14 @@ def evaluate(
     require_packages(attacks.values())
     defense = as_defense(model, preprocess)
     settings = EvaluationSettings(
-        seed, repeats, inferences, private_draws, max_images, group_size, protocol
+        seed,
+        repeats,
+        inferences,
+        private_draws,
+        max_images,
+        group_size,
+        protocol,
+        known_noise,
     )
     rounds = settings.protocol_for(defense)
     details = {**settings.asdict(), "precision": evaluation_precision()}

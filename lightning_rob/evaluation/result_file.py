@@ -58,6 +58,8 @@ def write_result_file(
             columns[f"{name}_rejected"] = numbers(rows.rejected[:, j].mean(1))
         for r in range(inferences) if inferences > 1 else ():
             columns[f"{name}_inference_{r + 1}"] = numbers(rows.scores[:, j, r])
+    if rows.known_noise is not None:
+        columns["known_noise"] = numbers(rows.known_noise)
     columns["worst"] = numbers(worst)
     columns["broken_by"] = [as_text(_broken_by(names, scores)) for scores in means.tolist()]
     columns["draws"] = [draws] * len(means)
