@@ -396,8 +396,8 @@ def worst_measurement(results: Sequence[EvaluationResult]) -> Result:
     details |= {"over": [name for name, _ in attacks]}
     if len(results) == 1 and not math.isnan(blind := first.blind(WORST)):
         details["blind"] = blind
-    if len(results) == 1 and first.rows.known_noise is not None:
-        known = first.known_noise
+    if measuring := [one for one in results if one.rows.known_noise is not None]:
+        known = measuring[-1].known_noise
         of = {"accuracy": known.accuracy, "interval": known.interval, "n": known.n}
         details[KNOWN] = of | {"ball": known.details["ball"]}
     if last.rows.rejected is not None:
