@@ -18,7 +18,7 @@ ROOT = Path(lightning_rob.__file__).parent
 LOWER = [  # works without Lightning
     *("runtime", "randomness", "rules", "threat", "objectives", "comparisons"),
     *("nets", "transforms", "defenses", "attacks", "metrics", "plots", "tables"),
-    *("evaluation", "audit"),
+    *("evaluation", "audit", "certify"),
 ]
 UPPER = ["data", "modules", "callbacks", "recipes", "commands", "cli"]
 ORDER = [*LOWER, *UPPER]

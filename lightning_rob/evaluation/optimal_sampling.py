@@ -14,7 +14,7 @@ from lightning_rob.attacks import Attack
 from lightning_rob.attacks.contexts import evaluating
 from lightning_rob.defenses import Ensemble
 from lightning_rob.defenses.network import network_logits
-from lightning_rob.evaluation.evaluate import evaluated_batches
+from lightning_rob.evaluation.evaluate import indexed_groups
 from lightning_rob.evaluation.evaluator import EvaluationSettings, device_of
 from lightning_rob.evaluation.groups import Batch, Unpack
 from lightning_rob.randomness import Streams
@@ -24,7 +24,7 @@ from lightning_rob.runtime.errors import at_least
 
 @dataclass(frozen=True)
 class OptimalSampling:
-    """What `optimal_sampling` found.
+    """Probabilities found by `optimal_sampling`.
 
     Args:
         probs: [M] the best sampling probabilities.
@@ -79,7 +79,7 @@ def optimal_sampling(
     if not isinstance(ensemble, Ensemble) or ensemble.rule is not random_member:
         raise ValueError("optimal_sampling is for an Ensemble of which one drawn member predicts")
     settings = EvaluationSettings(seed=seed, max_images=max_images)
-    images = list(evaluated_batches(batches, settings, None, unpack))
+    images = list(indexed_groups(batches, settings, None, unpack))
     if not images:
         raise ValueError("optimal_sampling needs images, got none")
     probs, tried, wrong = ensemble.weights.double().cpu().numpy(), [], []
