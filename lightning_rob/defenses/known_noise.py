@@ -56,8 +56,8 @@ def drawn_parts(defense: Defense) -> Iterator[tuple[float, Defense]]:
     """Yield (probability, defense) of all that a defense draws one of to predict."""
     if defense.rule is not random_member or len(defense.weights) == 1:
         yield 1.0, defense
-    elif defense.kind == "mixture":
-        for share, part in defense.components():
+    elif (parts := defense.components())[0][1] is not defense:  # a mixture
+        for share, part in parts:
             yield from ((share * inner, one) for inner, one in drawn_parts(part))
     else:
         members = zip(defense.weights.tolist(), defense.classifiers, strict=True)
