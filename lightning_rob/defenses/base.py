@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Self
+from typing import Self, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -162,6 +162,11 @@ class Single(Defense):
 
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
         return network_logits(self.net, x).unsqueeze(0)
+
+
+def is_single(defense: nn.Module) -> TypeGuard[Single]:
+    """Return whether a defense is a plain network."""
+    return isinstance(defense, Single)
 
 
 def base_model(defense: Defense) -> Defense:

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from lightning_rob.attacks import Attack
 from lightning_rob.defenses import Defense, Single
+from lightning_rob.defenses.base import is_single
 from lightning_rob.defenses.network import Preprocessed
 from lightning_rob.evaluation.evaluator import (
     AttackedBatch,
@@ -143,7 +144,7 @@ def as_defense(model: nn.Module, preprocess: Callable[[Tensor], Tensor] | None =
     own = getattr(model, "defense", None)
     for candidate in (model, own):
         if isinstance(candidate, Defense):
-            if preprocess is not None and isinstance(candidate, Single):
+            if preprocess is not None and is_single(candidate):
                 net = Preprocessed(preprocess, candidate.classifiers[0])
                 return Single(net, candidate.rule, candidate.rejects)
             if preprocess is not None:

@@ -25,13 +25,9 @@ from lightning_rob.attacks.auto import (
     surrogate_for,
 )
 from lightning_rob.attacks.controls import RandomCorners, RandomStart
-from lightning_rob.defenses import (
-    Defense,
-    Ensemble,
-    RandomTransforms,
-    is_transform_ensemble,
-    random_transforms_in,
-)
+from lightning_rob.defenses import Defense, is_transform_ensemble, random_transforms_in
+from lightning_rob.defenses.ensemble import is_ensemble
+from lightning_rob.defenses.random_transforms import is_random_transforms
 from lightning_rob.objectives import (
     ce_of_mean_logits,
     ce_of_rule,
@@ -67,7 +63,7 @@ def default_attacks(defense: Defense, threat: Threat) -> dict[str, Attack]:
             f"a {type(defense).__name__} adapts to its attacker: name the attacks that rehearse "
             "it, such as --suite callbacks/gmsa_avg.yaml"
         )
-    steps, draws = 20, DRAWS if isinstance(defense, RandomTransforms) else None
+    steps, draws = 20, DRAWS if is_random_transforms(defense) else None
     pgd = PGD(threat, steps, threat.eps / 4, draws=draws, random_start=False)
     attacks: dict[str, Attack] = {
         "adaptive_pgd": pgd,
@@ -75,7 +71,7 @@ def default_attacks(defense: Defense, threat: Threat) -> dict[str, Attack]:
         "adaptive_pgd_restarts": replace(pgd, restarts=5, random_start=True),
     }
     # Not `suite_kind`: boosting adds the other members later.
-    if isinstance(defense, Ensemble) and defense.rule is random_member and not threat.relative:
+    if is_ensemble(defense) and defense.rule is random_member and not threat.relative:
         attacks |= _on_members(threat, steps)
     return attacks
 

@@ -21,6 +21,7 @@ from lightning_rob.commands.sweep import SweepConfig
 from lightning_rob.commands.sweep.table import Row, SweepTable
 from lightning_rob.commands.sweep.values import Value
 from lightning_rob.defenses import Defense, Ensemble
+from lightning_rob.defenses.ensemble import is_ensemble
 from lightning_rob.evaluation import worst_case
 from lightning_rob.evaluation.records import Result, append_records, measured, versions
 from lightning_rob.evaluation.results import WORST
@@ -96,7 +97,7 @@ def with_members(defense: Defense, count: float) -> Ensemble:
 
 
 def _ensemble(defense: Defense) -> tuple[list[torch.nn.Module], torch.Tensor]:
-    if not isinstance(defense, Ensemble):
+    if not is_ensemble(defense):
         kind = type(defense).__name__
         raise ValueError(f"a sweep over probability or members needs an Ensemble, got {kind}")
     return defense.classifiers, defense.weights.double().cpu()
