@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from lightning_rob.attacks.active_set import ActiveBatch, positions
 from lightning_rob.attacks.base import Attack, check_norm, set_step_size
 from lightning_rob.attacks.budget import PassCount
-from lightning_rob.attacks.members import Strongest
 from lightning_rob.attacks.sight import image_gradient
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.ensemble import sampling_probabilities
@@ -185,18 +184,6 @@ class ARC(Attack):
         gap = ((w * delta_local).flatten(1).sum(1) / (slope + least) + distance).abs()
         beyond = eta / (eta - distance + least) * gap + RHO * self.threat.eps
         return torch.where(distance < eta, beyond, eta)
-
-
-def arc_suite(threat: Threat, steps: int) -> dict[str, Attack]:
-    """Return ARC as in the paper, `arc`, and the stronger of two local radii, `arc_two_radii`.
-
-    The radii are eps and eps / 4. The paper uses eps for linf, and for l2 its step size of PGD,
-    eps / 4.
-    """
-    radii = (threat.eps, threat.eps / 4)
-    large, small = (ARC(threat, steps, radius, early_stop=True) for radius in radii)
-    paper, other = (large, small) if threat.p == math.inf else (small, large)
-    return {"arc": paper, "arc_two_radii": Strongest((paper, other))}
 
 
 def nearest_boundary(

@@ -18,8 +18,11 @@ from lightning_rob.attacks.lattice_climber import LatticeClimber
 from lightning_rob.attacks.members import Strongest
 from lightning_rob.attacks.pgd import PGD
 from lightning_rob.attacks.transform_ensemble import OnDifferentiable
-from lightning_rob.defenses import Defense, is_transform_ensemble, random_transforms_in
-from lightning_rob.defenses.random_transforms import is_random_transforms
+from lightning_rob.defenses import (
+    Defense,
+    is_transform_ensemble,
+    random_transforms_in,
+)
 from lightning_rob.defenses.rejection import unwrapped
 from lightning_rob.objectives import linear, margin_of_rule
 from lightning_rob.randomness import Generator
@@ -97,7 +100,7 @@ class Auto(Attack):
             pgd = self._pgd(defense, each, rounds * members)
             return GMSA(Budgeted(replace(pgd, keep_best=True), each), rounds=rounds)
         if kind == "random":
-            anew = is_random_transforms(unwrapped(defense))  # else each draw is one prediction's
+            anew = unwrapped(defense).resamples  # else each draw is one prediction's
             draws = DRAWS if anew else ceil(DRAWS / members)
             pgd = self._pgd(defense, self.passes, draws if anew else draws * members)
             smooth = replace(pgd, draws=draws, objective=linear, momentum=AGGMO)

@@ -39,7 +39,7 @@ from lightning_rob.evaluation.records import (
     versions,
 )
 from lightning_rob.evaluation.results import EvaluationResult, worst_measurement
-from lightning_rob.evaluation.store import PerImageResults
+from lightning_rob.evaluation.store import KNOWN, PerImageResults
 from lightning_rob.evaluation.suites import RECIPES
 from lightning_rob.runtime.identity import attack_spec, cache_key, fingerprint
 from lightning_rob.tables import CLEAN, print_table
@@ -91,6 +91,8 @@ class RobustEval(EvaluationCallback):
         private_draws: fresh defenders, each with private randomness of its own, that adapt to the
             same perturbed batch; of more than one the intervals hold that randomness too.
         group_size: images that are attacked together; other sizes may round otherwise.
+        known_noise: attack a defense that predicts at random once more, by an attacker who knows
+            its draws, and log `{stage}/robust/known_noise`; see `EvaluationResult.known_noise`.
         **inputs: `unpack`, `preprocess` and `dataloader_idx` of `EvaluationCallback`.
 
     Raises:
@@ -115,10 +117,18 @@ class RobustEval(EvaluationCallback):
         save_images: bool = False,
         private_draws: int = 1,
         group_size: int = GROUP_SIZE,
+        known_noise: bool = False,
         **inputs: Any,
     ) -> None:
         settings = EvaluationSettings(
-            seed, repeats, inferences, private_draws, max_images, group_size, protocol
+            seed,
+            repeats,
+            inferences,
+            private_draws,
+            max_images,
+            group_size,
+            protocol,
+            known_noise,
         )
         given = with_threat(attacks, eps, norm)
         check_names(given)  # the radius too
@@ -229,6 +239,8 @@ class RobustEval(EvaluationCallback):
                 evaluation.write(folder)
         trainer.strategy.barrier("the records are written")
         values |= {row.name: row.accuracy for row in self.results if row.name != CLEAN}
+        for row in self.results:
+            values |= {KNOWN: row.details[KNOWN]["accuracy"]} if KNOWN in row.details else {}
         logged = {f"{stage}/robust/{name}": value for name, value in values.items()}
         for key, value in logged.items():
             self.log_value(pl_module, key, value, prog_bar=key.endswith("/worst"))

@@ -162,6 +162,7 @@ def _with_data(line: CommandLine) -> None:
 RUNNERS: dict[str, Callable[[CommandLine], object]] = {
     "sweep": CommandCLI,
     "audit": CommandCLI,
+    "certify": CommandCLI,
     "export": CommandCLI,
     "tune": _with_trainings,
     "monitor": _with_checkpoints,

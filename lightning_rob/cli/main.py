@@ -23,6 +23,7 @@ COMMANDS = {
     "tune": "search the values of a recipe's keys by Bayesian optimization",
     "bpda": "train networks whose gradients stand in for those of random transforms",
     "audit": "look for what makes a defense seem more robust than it is",
+    "certify": "radii within which no attack changes a smoothed prediction, beside attacks",
     "monitor": "follow a folder of checkpoints and raise an alarm when robustness falls",
     "compare": "two attacks or checkpoints on the same images: difference and significance",
     "export": "write a whole defense as a program that runs without this package",

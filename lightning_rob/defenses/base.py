@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Self, TypeGuard
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ class Defense(nn.Module, ABC):
     """
 
     transforms: Mapping[str, Transform] = MappingProxyType({})  # of its inputs, by name
+    resamples: ClassVar[bool] = False  # whether an attack may take any number of its draws
     rule: Rule
     weights: Tensor
     stateful = False  # whether the next round starts from the current adaptation
@@ -162,11 +163,6 @@ class Single(Defense):
 
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
         return network_logits(self.net, x).unsqueeze(0)
-
-
-def is_single(defense: nn.Module) -> TypeGuard[Single]:
-    """Return whether a defense is a plain network."""
-    return isinstance(defense, Single)
 
 
 def base_model(defense: Defense) -> Defense:

@@ -1,7 +1,6 @@
 """Distributions over a fixed set of networks, or of defenses."""
 
 from collections.abc import Iterable, Sequence
-from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -56,11 +55,6 @@ class Ensemble(Defense):
 
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
         return torch.stack([network_logits(member, x) for member in self.members])
-
-
-def is_ensemble(defense: nn.Module) -> TypeGuard[Ensemble]:
-    """Return whether a defense is an `Ensemble`."""
-    return isinstance(defense, Ensemble)
 
 
 class Mixture(Defense):

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, TypeGuard, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,8 @@ class RandomTransforms(Defense):
     Raises:
         FileNotFoundError: there is no such folder of approximations, or it lacks one.
     """
+
+    resamples = True
 
     def __init__(
         self,
@@ -209,11 +211,6 @@ class RandomTransforms(Defense):
                 f"gradients {self.gradients!r} need approximations of {', '.join(missing)}: "
                 "train them with lightning-rob bpda"
             )
-
-
-def is_random_transforms(defense: nn.Module) -> TypeGuard[RandomTransforms]:
-    """Return whether a defense is `RandomTransforms`."""
-    return isinstance(defense, RandomTransforms)
 
 
 def random_transforms_in(defense: nn.Module) -> list[RandomTransforms]:

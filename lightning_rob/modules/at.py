@@ -13,7 +13,6 @@ from torch.nn.functional import kl_div
 from lightning_rob.attacks import Attack, attacking
 from lightning_rob.attacks.pgd import is_pgd
 from lightning_rob.defenses import Defense, Single
-from lightning_rob.defenses.base import is_single
 from lightning_rob.defenses.per_image import PerImageValues
 from lightning_rob.modules.base import RobustModule
 from lightning_rob.modules.weight_perturbation import loss_at_perturbed_weights
@@ -94,7 +93,7 @@ class AdversarialTraining(RobustModule):
         at_least(1, draws=draws)
         self.net = (net(),)  # a tuple: a second submodule would save the weights twice
         self.defense = defense(self.net[0])
-        if (trades_beta, mart_beta) != (None, None) and not is_single(self.defense):
+        if (trades_beta, mart_beta) != (None, None) and not isinstance(self.defense, Single):
             name = "MART" if trades_beta is None else "TRADES"
             raise ValueError(f"{name} is for a single network, got {type(self.defense).__name__}")
         self.attack, self.fraction = attack, fraction

@@ -333,6 +333,8 @@ def test_errors_are_one_line(tmp_path, whole, capsys):
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "no records in" in fails(capsys, empty)
+    (empty / "robust.jsonl").write_text(json.dumps(line("pgd", 0.5) | {"schema": 2}) + "\n")
+    assert "have schema 2, this version reads 1" in fails(capsys, empty)
     assert "there is no folder" in fails(capsys, tmp_path / "nowhere")
     assert f"such as {whole}" in fails(capsys, whole / "robust.jsonl")
     assert "ends in .html" in fails(capsys, whole, "--out", tmp_path / "x.pdf")

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from lightning_rob.commands.tune import TuneConfig
 from lightning_rob.commands.tune.space import Budget, Space, replaced, value_at
 from lightning_rob.commands.tune.study import Record, Search, Study, read_trials
 from tests.forked import Forked
-from tests.tiny import arc, pgd, recipe, robust_eval, run
+from tests.tiny import ROOT, arc, pgd, recipe, robust_eval, run
 
 LR = "model.init_args.optimizer.init_args.lr"
 WIDTH = "model.init_args.net.init_args.width"
@@ -112,7 +113,7 @@ def test_a_failed_trial_is_recorded_and_counts_as_the_worst(tmp_path):
     assert len(after) < 7
     place = {"x": 0.0, "y": 1.0}
     worse = [(place, None), ({"x": 1.0, "y": 2.0}, 0.5), ({"x": 0.5, "y": 0.0}, 2.0)]
-    assert (place, 0.5) in made.search.observations(worse)
+    assert (place, 0.5) in made.search.observations(worse, [])
 
 
 def test_all_failing_is_an_error(tmp_path):
@@ -125,11 +126,15 @@ def test_all_failing_is_an_error(tmp_path):
     assert len(made.record.ended) == 4
 
 
-def test_the_same_point_twice_counts_by_its_mean(tmp_path):
+def test_the_same_point_twice_counts_by_its_mean_and_pending_ones_as_average(tmp_path):
     search = study(tmp_path).search
     one, two, far = {"x": 0.0, "y": 1.0}, {"x": 0.5, "y": 1.0}, {"x": 0.0, "y": 9.0}
-    known = search.observations([(one, 1.0), (one, 2.0), (far, 6.0), (two, None)])
-    assert known == [(one, 1.5), (two, 1.0)]
+    known = search.observations([(one, 1.0), (one, 2.0), (far, 6.0)], [two])
+    assert known == [(one, 1.5), (two, 3.0)]
+    tried = heights((-0.75, 0, 0.75), (0, 2, 4))
+    first = search.propose(20, tried)
+    apart = search.propose(20, tried, [first])
+    assert math.dist(first.values(), apart.values()) > 0.01
 
 
 def test_a_warm_start_replaces_random_trials(tmp_path):
@@ -224,6 +229,16 @@ def test_dotted_keys_reach_into_lists_and_a_wrong_one_names_the_nearest():
         lists.initial(TRANSFORMED)
 
 
+def test_the_shipped_space_fits_its_recipe(capsys):
+    with pytest.raises(SystemExit):
+        run("fit", "--config", "rt_digits", "--print_config")
+    whole = yaml.safe_load(capsys.readouterr().out)
+    space = Space.read(yaml.safe_load((ROOT / "configs/spaces/tune_digits.yaml").read_text()))
+    assert space.contains(space.initial(whole))
+    attacks = value_at(replaced(whole, space.trial), "trainer.callbacks+.1.init_args.attacks")
+    assert {f"val/robust/{name}" for name in attacks} == {*space.objective}
+
+
 def test_the_objective_is_the_weighted_sum():
     weighted = {"a": 1, "b": 2.0, "c": 0}
     space = Space.read({"variables": {"x": [0, 1]}, "objective": weighted})
@@ -255,7 +270,11 @@ def test_invalid_spaces(change, message):
 
 
 def test_invalid_options():
-    for options, message in (({}, "say what to search"),):
+    for options, message in (
+        ({}, "say what to search"),
+        ({"space": Path("s"), "concurrent": 2}, "needs --ray"),
+        ({"space": Path("s"), "ray": True, "concurrent": 0}, "at least 1"),
+    ):
         with pytest.raises(ValueError, match=message):
             TuneConfig(**options)
 
@@ -337,9 +356,12 @@ def with_(**sections):
         (SPACE, ["--warm_start=none.jsonl"], "no trials in none.jsonl"),
         (SPACE, ["--config={ckpt_path: last.ckpt}"], "leave out the ckpt_path last.ckpt"),
         (SPACE, ["--trainer.devices=2"], "a trial runs on one device, got 2"),
+        (SPACE, ["--ray"], "pip install 'lightning-rob[ray]'"),
     ],
 )
 def test_bad_input_is_one_line(space, args, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "lightning_rob.commands.tune.ray", raising=False)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
         run("tune", *files(tmp_path, space), *args)

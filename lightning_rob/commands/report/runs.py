@@ -51,6 +51,7 @@ class AttackResult:
     versions: Mapping[str, str] = field(default_factory=dict)
     plug_in: str = ""
     findings: Sequence[Mapping[str, str]] = ()
+    known_noise: Mapping[str, Any] = field(default_factory=dict)  # accuracy, interval, n, ball
 
     @property
     def key(self) -> Key:
@@ -164,6 +165,13 @@ def find_runs(paths: Sequence[str | Path]) -> list[Run]:
             runs.append(run)
     if not runs:
         searched = ", ".join(map(str, paths))
+        files = [file for folder in folders.values() for file in folder.glob("*.jsonl")]
+        schemas = {str(fields.get("schema")) for file in files for fields in read_json_lines(file)}
+        if others := sorted(schemas - {str(SCHEMA), "None"}):
+            raise ValueError(
+                f"the records in {searched} have schema {', '.join(others)}, "
+                f"this version reads {SCHEMA}"
+            )
         raise ValueError(
             f"no records in {searched}: RobustEval writes robust.jsonl to the folder of a run"
         )

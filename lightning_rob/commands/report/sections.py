@@ -381,6 +381,10 @@ def evaluation(final: Sequence[AttackResult]) -> Iterator[Block]:
         clean = [percent(r.accuracy) for r in final if r.key == ("clean", WHOLE)]
         beside = [(accuracy, "without an attack.") for accuracy in clean]
         yield Headline([(percent(cite.accuracy), _meaning(cite, final)), *beside])
+    for known in (result.known_noise for result in final if result.known_noise):
+        span = f"95 % interval {between(known['interval'])}, {known['n']:,} images"
+        text = f"Of these, {percent(known['accuracy'])} withstand an attacker who knows the noise"
+        yield Paragraph(f"{text}, within {known['ball']} ({span}).")
     yield from map(Warned, _cautions(final))
     found = {one["text"]: one for result in final for one in result.findings}  # each once
     for one in found.values():

@@ -28,6 +28,8 @@ class TuneConfig(CommandConfig):
         warm_start: trials.jsonl of an earlier study of all or some variables; may be repeated
         out: for trials.jsonl, best.yaml, convergence.png; else tuning/RECIPE
         then_fit: train best.yaml after the search
+        ray: run trials through Ray Tune: pip install 'lightning-rob[ray]'
+        concurrent: N trials at a time, with --ray (2)
     """
 
     positional: ClassVar[str] = ""
@@ -43,9 +45,13 @@ class TuneConfig(CommandConfig):
     warm_start: list[Path] | None = None
     out: Path | None = None
     then_fit: bool = False
+    ray: bool = False
+    concurrent: int | None = None
 
     def __post_init__(self) -> None:
         if self.space is None:
             raise ValueError(
                 "say what to search: --space FILE, such as configs/spaces/tune_digits.yaml"
             )
+        if self.concurrent is not None and (not self.ray or self.concurrent < 1):
+            raise ValueError(f"--concurrent needs --ray and at least 1, got {self.concurrent}")

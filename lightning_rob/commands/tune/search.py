@@ -39,8 +39,11 @@ def run(config: TuneConfig, run: Run, build: Build) -> Path | None:
     """Search, print and write the best values."""
     if run.trainer.world_size > 1:
         raise ValueError(
-            f"a trial runs on one device, got {run.trainer.world_size}: add --trainer.devices=1"
+            f"a trial runs on one device, got {run.trainer.world_size}: add --trainer.devices=1; "
+            "--ray makes several trials at a time"
         )
+    if config.ray:
+        from lightning_rob.commands.tune.ray import run_with_ray  # needs an extra
     out = config.out or Path("tuning") / run.name
     file = config.space or Path()  # which the config has checked
     content = load_file(file, "a search space")
@@ -70,7 +73,10 @@ def run(config: TuneConfig, run: Run, build: Build) -> Path | None:
         print(f"{count} trial {trial.number}: {outcome} ({trial.seconds:.0f} s){text}")
 
     study = Study(search, record, training, report)
-    study.run()
+    if config.ray:
+        run_with_ray(study, config.concurrent or 2)
+    else:
+        study.run()
     path = write_outcome(study, run, out)
     return path if config.then_fit else None
 

@@ -22,7 +22,7 @@ from lightning_rob.runtime.files import append_lines, read_json_lines
 Observation = tuple[Point, float | None]  # None: the trial failed
 Evaluate = Callable[[int, Point], dict[str, float]]  # metrics of a trial by number and values
 
-KAPPA = 2.576  # default of the library, and of Ray Tune, which the authors used
+KAPPA = 2.576  # default of the library, and of Ray Tune when the authors used it
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,10 @@ class Search:
         """The number of trials before the optimizer proposes."""
         return 1 + max(self.budget.random - len(self.earlier), 0)
 
-    def propose(self, number: int, trials: Sequence[Observation]) -> Point:
-        """Return the values of a trial."""
+    def propose(
+        self, number: int, trials: Sequence[Observation], pending: Sequence[Point] = ()
+    ) -> Point:
+        """Return the values of a trial; those that are running count as average until they end."""
         if number == 0:
             return self.own
         # A proposal depends on the seed, its number and the trials so far, not on interruptions.
@@ -57,7 +59,7 @@ class Search:
         if number < self.initial:
             proposed: dict[str, Any] = optimizer.random_sample(1)[0]
         else:
-            for point, objective in self.observations(trials):
+            for point, objective in self.observations(trials, pending):
                 optimizer.register(point, objective)
             proposed = optimizer.suggest()
         return {
@@ -65,7 +67,9 @@ class Search:
             for key, bound in self.space.variables.items()
         }
 
-    def observations(self, trials: Sequence[Observation]) -> list[tuple[Point, float]]:
+    def observations(
+        self, trials: Sequence[Observation], pending: Sequence[Point]
+    ) -> list[tuple[Point, float]]:
         """Return each point within the bounds once, with its mean objective.
 
         A failed trial counts as the worst one: without it its neighbourhood would be tried again.
@@ -73,8 +77,9 @@ class Search:
         ended = [(p, o) for p, o in chain(self.earlier, trials) if o is not None]
         found = [objective for _, objective in ended] or [0.0]
         failed = ((point, min(found)) for point, o in trials if o is None)
+        running = ((point, fmean(found)) for point in pending)
         places: dict[tuple[float, ...], list[float]] = {}
-        for point, objective in chain(ended, failed):
+        for point, objective in chain(ended, failed, running):
             if self.space.contains(point):  # the recipe's own values may lie outside
                 at = tuple(point[key] for key in self.space.variables)
                 places.setdefault(at, []).append(objective)
@@ -163,17 +168,20 @@ class Study:
         while proposal := self.next():
             self.add(attempt(self.evaluate, *proposal))
 
-    def next(self) -> tuple[int, Point] | None:
+    def next(self, pending: Sequence[tuple[int, Point]] = ()) -> tuple[int, Point] | None:
         """Return number and values of the next trial; None when the study is finished."""
-        ended, budget = self.record.ended, self.search.budget
+        ended, budget, running = self.record.ended, self.search.budget, dict(pending)
         enough = len(ended) >= min(self.search.initial, budget.trials)
         if enough and all(trial.error is not None for trial in ended):
             raise ValueError(f"all {len(ended)} trials failed, the last by {ended[-1].error}")
         known = [(trial.values, trial.objective) for trial in ended]
-        if budget.is_finished([objective for _, objective in known]):
+        full = len(ended) + len(running) >= budget.trials
+        if full or budget.is_finished([objective for _, objective in known]):
             return None
-        number = next(n for n in range(budget.trials) if n not in self.record.trials)
-        return number, self.search.propose(number, known)
+        # A trial that was lost with its process leaves a gap, which is filled first.
+        taken = {*self.record.trials, *running}
+        number = next(n for n in range(budget.trials) if n not in taken)
+        return number, self.search.propose(number, known, [*running.values()])
 
     def add(self, trial: Trial) -> None:
         """Score a trial and record it."""
