@@ -292,8 +292,8 @@ class Evaluator:
     ) -> BatchOutcome:
         """Attack the draws of the first prediction, and the member that it draws.
 
-        The attack is PGD on the loss of the prediction, within the first attack's threat. Whoever
-        knows the noise may also take the image of any other attack within it.
+        The attack is PGD on the loss of the prediction, within the first attack's threat. An
+        attacker who knows the noise may also take the image of any other attack within it.
         """
         first, settings = next(iter(self.attacks.values())), self.settings
         threat, private = first.threat, (settings.seed, 0)
