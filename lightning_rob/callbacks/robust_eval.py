@@ -232,6 +232,11 @@ class RobustEval(EvaluationCallback):
             if full[0].joint or not hasattr(pl_module, "defense"):
                 values[CLEAN] = full[0].accuracy(CLEAN)
         self.results = [row for evaluation in self.evaluations for row in evaluation.rows]
+        # First: whatever a logger or the module's hook raises, the records are there.
+        if (folder := writing_folder(trainer)) is not None:
+            for evaluation in self.evaluations:
+                evaluation.write(folder)
+        trainer.strategy.barrier("the records are written")
         values |= {row.name: row.accuracy for row in self.results if row.name != CLEAN}
         for row in self.results:
             values |= {KNOWN: row.details[KNOWN]["accuracy"]} if KNOWN in row.details else {}
@@ -243,10 +248,6 @@ class RobustEval(EvaluationCallback):
             callback.log_more(pl_module, stage)
         if hook := getattr(pl_module, "on_robust_evaluation", None):
             hook(logged)
-        if (folder := writing_folder(trainer)) is not None:
-            for evaluation in self.evaluations:
-                evaluation.write(folder)
-        trainer.strategy.barrier("the records are written")
 
     def log_more(self, pl_module: Any, stage: str) -> None:
         """Log figures that are computed from `result`; called on every process."""
@@ -270,7 +271,7 @@ class RobustEval(EvaluationCallback):
             defense = self.defense_of(pl_module)
             title = [getattr(pl_module, "method", type(pl_module).__name__)]
             title += [type(defense).__name__] if defense.transductive else []
-            title += [f"data loader {self.inputs.dataloader_idx}"] if self.suffix else []
+            title += [f"data loader {self.inputs.dataloader_idx}"] if self.inputs.suffix else []
             print_table(" · ".join(title), self.results, console_of(trainer))
 
 
@@ -374,7 +375,7 @@ class Evaluation:
         self.evaluator.store.copy_images(path.parent)
         append_records(folder / self.first.record, (row.record() for row in self.rows))
         for name, picture in self.panels.items():
-            tag = f"{stage}/adversarial/{name}{self.first.suffix}"
+            tag = f"{stage}/adversarial/{name}{self.first.inputs.suffix}"
             log_picture(trainer, tag, picture)
 
     def _stem(self, names: Iterable[str]) -> str:
@@ -384,7 +385,7 @@ class Evaluation:
         often = trainer.val_check_interval
         if epoch and not (isinstance(often, float) and often == 1):  # several in an epoch
             epoch.append(f"step{trainer.global_step:06d}")
-        loader = [self.first.suffix.strip("/")] if self.first.suffix else []
+        loader = [self.first.inputs.suffix.strip("/")] if self.first.inputs.suffix else []
         target = [self.target_name] if self.target is not full_defense else []
         joined = "+".join([first, *more])
         joined = joined if len(joined) <= LONGEST_NAME else f"{first}+{len(more)}_more"

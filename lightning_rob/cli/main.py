@@ -5,11 +5,10 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from lightning_rob.commands.config import config_of
+from lightning_rob.commands.config import config_of, function_of
 from lightning_rob.runtime.errors import Fault, InputError, LostRank, nearest, visible
 
 if TYPE_CHECKING:
@@ -102,7 +101,7 @@ def _run(command: str, *args: str) -> None:
 
     try:
         if _reads_records(command):
-            import_module(f"lightning_rob.commands.{command}").run(parse_records(command, args))
+            function_of(command)(parse_records(command, args))
         else:
             _compute(read_command_line(command, *args))
     except (InputError, ValueError, OSError, ModuleNotFoundError, yaml.YAMLError, Fault) as error:

@@ -24,7 +24,6 @@ class KnownNoise(Defense):
     def __init__(self, defense: Defense, noise: Streams) -> None:
         super().__init__(defense.weights, defense.rule, defense.rejects)
         self.defense, self.noise = defense, noise
-        self.kind = defense.kind  # type: ignore[misc]
         self.transforms = dict(defense.transforms)
         self.orders = [part.shared_order for part in random_transforms_in(defense)]
 
@@ -55,10 +54,11 @@ class KnownNoise(Defense):
 
 def drawn_parts(defense: Defense) -> Iterator[tuple[float, Defense]]:
     """Yield (probability, defense) of all that a defense draws one of to predict."""
+    parts = defense.components()
     if defense.rule is not random_member or len(defense.weights) == 1:
         yield 1.0, defense
-    elif defense.kind == "mixture":
-        for share, part in defense.components():
+    elif parts[0][1] is not defense:
+        for share, part in parts:
             yield from ((share * inner, one) for inner, one in drawn_parts(part))
     else:
         members = zip(defense.weights.tolist(), defense.classifiers, strict=True)

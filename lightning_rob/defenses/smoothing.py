@@ -68,7 +68,7 @@ class Smoothing(Defense):
         TypeError: a base that adapts to the test batch, or that is smoothed itself.
     """
 
-    kind = "random_transforms"
+    resamples = True
 
     def __init__(
         self,

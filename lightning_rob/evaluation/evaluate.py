@@ -153,7 +153,7 @@ def as_defense(model: nn.Module, preprocess: Callable[[Tensor], Tensor] | None =
     own = getattr(model, "defense", None)
     for candidate in (model, own):
         if isinstance(candidate, Defense):
-            if preprocess is not None and candidate.kind == "single":
+            if preprocess is not None and isinstance(candidate, Single):
                 net = Preprocessed(preprocess, candidate.classifiers[0])
                 return Single(net, candidate.rule, candidate.rejects)
             if preprocess is not None:

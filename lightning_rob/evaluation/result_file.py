@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_rob.evaluation.records import with_schema
+from lightning_rob.evaluation.records import SCHEMA, with_schema
 from lightning_rob.evaluation.store import PerImageRows
 from lightning_rob.runtime.files import atomic_write_text, check_regular
 
@@ -113,6 +113,8 @@ def read_result_file(path: Path | str) -> ResultFile:
     try:
         check_regular(card_path)
         card = json.loads(card_path.read_text())
+        if card["schema"] != SCHEMA:
+            raise ValueError(f"its schema is {card['schema']}, this version reads {SCHEMA}")
         with path.open(newline="") as file:
             head, *lines = list(csv.reader(file))
         head = list(map(name_of, head))

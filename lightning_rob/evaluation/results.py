@@ -25,12 +25,12 @@ from lightning_rob.evaluation.findings import (
 from lightning_rob.evaluation.records import Result, measured, threat_model_card
 from lightning_rob.evaluation.result_file import write_result_file
 from lightning_rob.evaluation.store import KNOWN, PerImageRows
+from lightning_rob.evaluation.worst import WORST as WORST
 from lightning_rob.evaluation.worst import Worst, worst_case
 from lightning_rob.metrics import Paired, paired, student
 from lightning_rob.runtime.identity import attack_spec
 from lightning_rob.tables import CLEAN, table_text
 
-WORST = "worst"
 FEWEST_BROKEN, MOST_BROKEN = 10, 0.9  # images that one class must take to be suspicious
 FEWEST_OF_CLASS = 5  # images of each class: where a class has as many, 0.7 % of samples lack it
 
@@ -392,7 +392,6 @@ def worst_measurement(results: Sequence[EvaluationResult]) -> Result:
     details |= {"findings": list(found.values())} if found else {}
     worst = first.worst if len(results) == 1 else worst_over(results)
     attacks = [(name, attack) for result in results for name, attack in result.attacks.items()]
-    details |= worst.details(result.index for result in results)
     details |= {"over": [name for name, _ in attacks]}
     if len(results) == 1 and not math.isnan(blind := first.blind(WORST)):
         details["blind"] = blind
@@ -407,5 +406,4 @@ def worst_measurement(results: Sequence[EvaluationResult]) -> Result:
         (details["ball"], details["threat"]), *_ = threats.items()
     else:
         details["ball"] = "several"
-    draws = worst.scores if last.private_draws > 1 else None
-    return measured(WORST, worst.scores.mean(1), 0.0, details, draws)
+    return worst.row(details, (result.index for result in results), last.private_draws)
