@@ -81,6 +81,7 @@ def measure(options):
         ("all draws", options.draws, None),
         ("early looks", options.draws, radii),
         ("early looks, five times the draws", 5 * options.draws, radii),
+        ("the same for one radius, sigma", 5 * options.draws, radii[2:3]),
     ):
         began = time.process_time()
         found = certify(base, batches, sigma=sigma, draws=draws, radii=wanted, progress=False)
