@@ -68,6 +68,7 @@ FIT = [*RUN, *map(ONE.format, ("max_steps", "limit_train_batches", "limit_val_ba
 SHORT = {  # command -> options that shorten it
     "audit": [*RUN, "--images=2", "--queries=2", "--steps=1"],
     "bpda": ["--epochs=1", "--max_images=4"],
+    "certify": [*RUN, "--images=2", "--draws=60", "--steps=1"],
     "compare": [],
     "export": [*RUN, "--images=2", "--allow-import=mine"],
     "fit": FIT,

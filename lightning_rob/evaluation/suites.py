@@ -53,6 +53,14 @@ RECIPES: dict[SuiteKind, str] = {
 }
 
 
+def plug_in_for(defense: Defense) -> str:
+    """Return the plug-in of the attacks that are made for a defense."""
+    kind = suite_kind(defense)
+    if kind == "random" and not random_transforms_in(defense):
+        return "callbacks/eot.yaml"  # the other one looks for random transforms
+    return RECIPES[kind]
+
+
 def default_attacks(defense: Defense, threat: Threat) -> dict[str, Attack]:
     """Return the attacks that score a defense where the user names none.
 
