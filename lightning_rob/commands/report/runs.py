@@ -53,6 +53,7 @@ VALID: dict[str, Callable[[Any], bool]] = {  # the values that a report reads
     **dict.fromkeys(("attack", "threat"), is_spec),
     **dict.fromkeys(("alarm", "intervals"), _is(list)),
     **dict.fromkeys(("versions", "change"), _is(dict)),
+    "power": lambda value: isinstance(value, dict) and isinstance(value.get("text"), str),
     "accuracy": _is(type(None), int, float),
     "findings": lambda value: isinstance(value, list) and all(map(_is_finding, value)),
     "seconds": _is_number,
@@ -98,6 +99,7 @@ class AttackResult:
     versions: Mapping[str, str] = field(default_factory=dict)
     plug_in: str = ""
     findings: Sequence[Mapping[str, str]] = ()
+    power: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def key(self) -> Key:
