@@ -1,12 +1,15 @@
 """Attacks on randomized ensembles side by side: what they leave, and what they cost.
 
-    for r in dverge adp gal trs iat; do lightning-rob fit --config ${r}_digits; done
-    python benchmarks/climb.py logs/version_*/checkpoints/last.ckpt
-    python benchmarks/climb.py benchmarks/papers/checkpoints/*.ckpt --data cifar10
+    for s in 0 1 2 3 4; do
+        lightning-rob fit --config dverge_digits --seed_everything=$s --trainer.logger.name=dverge
+    done
+    python benchmarks/climb.py logs/dverge/version_*/checkpoints/last.ckpt
+    python benchmarks/climb.py benchmarks/papers/checkpoints/*linf.ckpt --data cifar10
 
 Attacks the first digits within linf 0.1, photographs of all classes within the paper's radii, and
 prints a Markdown table for each checkpoint: expected accuracy, the paired difference to the climb
-with its 95 % t interval over images, passes and CPU seconds.
+with its 95 % t interval over images, passes and CPU seconds. Of several checkpoints, trainings of
+one recipe, a last table has the means with 95 % t intervals over the trainings.
 """
 
 import argparse
@@ -63,6 +66,7 @@ def main():
     every = 1 if digits else len(samples) // options.images  # files are sorted by class
     chosen = [samples[every * i] for i in range(options.images)]
     x, y = torch.stack([one[0] for one in chosen]), torch.tensor([one[1] for one in chosen])
+    trainings = []
     for path in options.checkpoints:
         if digits:
             threat = Threat("linf", 0.1)
@@ -73,19 +77,43 @@ def main():
         for name, attack in attacks(threat).items():
             passes[0], begin = 0, time.process_time()
             x_adv = attack(defense, x, y, torch.Generator().manual_seed(0))
-            rows[name] = x_adv, passes[0] // len(x), time.process_time() - begin
+            rows[name] = x_adv, passes[0] / len(x), time.process_time() - begin
         scores = {
             name: expected_accuracy(defense.members, defense.weights, z, y).double()
             for name, (z, *_) in rows.items()
         }
+        gaps = {name: (score - scores["climb"]).tolist() for name, score in scores.items()}
+        costs = {name: cost for name, (_, *cost) in rows.items()}
         print(f"\n{path}, {len(x)} images, {threat}\n")
-        print("| attack | accuracy | minus climb | passes | CPU s |\n|---|---|---|---|---|")
-        for name, (_, count, seconds) in rows.items():
-            mean = 100 * scores[name].mean()
-            difference = scores[name] - scores["climb"]
-            low, high = student(difference.tolist())
-            gap = f"{100 * difference.mean():+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
-            print(f"| {name} | {mean:.1f} | {gap} | {count} | {seconds:.1f} |")
+        table({n: [score.mean()] for n, score in scores.items()}, gaps, costs)
+        trainings.append((scores, costs))
+    if len(trainings) > 1:
+        means = {n: [scores[n].mean() for scores, _ in trainings] for n in trainings[0][0]}
+        gaps = {
+            n: [(a - b).item() for a, b in zip(of, means["climb"], strict=True)]
+            for n, of in means.items()
+        }
+        costs = {n: torch.tensor([c[n] for _, c in trainings]).mean(0).tolist() for n in means}
+        print(f"\n{len(trainings)} trainings, {len(x)} images each, {threat}\n")
+        table(means, gaps, costs)
+
+
+def table(accuracies, gaps, costs):
+    """Print means in per cent, with 95 % t intervals where there are several values."""
+    print("| attack | accuracy | minus climb | passes | CPU s |\n|---|---|---|---|---|")
+    for name, found in accuracies.items():
+        cells = [interval(found, ""), interval(gaps[name], "+")]
+        count, seconds = costs[name]
+        print(f"| {name} | {' | '.join(cells)} | {count:.0f} | {seconds:.1f} |", flush=True)
+
+
+def interval(values, sign):
+    values = [100 * float(value) for value in values]
+    mean = f"{sum(values) / len(values):{sign}.1f}"
+    if len(values) == 1 or min(values) == max(values):
+        return mean
+    low, high = student(values)
+    return f"{mean} [{low:{sign}.1f}, {high:{sign}.1f}]"
 
 
 if __name__ == "__main__":

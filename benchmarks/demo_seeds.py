@@ -20,14 +20,12 @@ from lightning_rob.metrics import robust_accuracy, student
 RECIPE = Path(__file__).parent.parent / "configs/demo.yaml"
 GAPS = (
     ("adaptive_pgd", "arc"),
-    ("adaptive_pgd", "arc_two_radii"),
-    ("adaptive_pgd", "arc_warm"),
-    ("arc", "arc_warm"),
+    ("adaptive_pgd", "climb"),
+    ("arc", "climb"),
     # The same attack on the first member and on the ensemble: above 0 the ensemble is worse.
     ("member_1", "adaptive_pgd"),
     ("member_1_arc", "arc"),
-    ("member_1_two", "arc_two_radii"),
-    ("member_1_warm", "arc_warm"),
+    ("member_1_climb", "climb"),
 )
 
 

@@ -3,9 +3,8 @@
     OMP_WAIT_POLICY=PASSIVE python benchmarks/joint_training.py --figure transfer.png
 
 Trains `configs/{iat,adp,gal,trs,dverge}_digits.yaml` unless --folder has their checkpoints, then
-attacks each with adaptive PGD and ARC (as in the paper, the stronger of two local radii, and from
-where the others end) and each member alone with PGD, within linf 0.1. Prints a Markdown table and
-draws the transfer matrices.
+attacks each with adaptive PGD, ARC and the climb, and each member alone with PGD, within linf 0.1.
+Prints a Markdown table and draws the transfer matrices.
 """
 
 import argparse
@@ -19,7 +18,7 @@ from lightning_rob.plots import blank, save, shade
 
 ROOT = Path(__file__).parent.parent
 METHODS = ("iat", "adp", "gal", "trs", "dverge")
-PLUGINS = ("adaptive_pgd", "arc", "arc_two_radii", "arc_warm", "members")
+PLUGINS = ("adaptive_pgd", "arc", "climb", "members")
 
 
 def trained(method, folder):
@@ -81,7 +80,7 @@ def main():
     parser.add_argument("--images", type=int, default=400)
     parser.add_argument("--figure", type=Path, help="of the matrices; none without it")
     options = parser.parse_args()
-    names, matrices = ("clean", "adaptive_pgd", "arc", "arc_two_radii", "arc_warm"), {}
+    names, matrices = ("clean", "adaptive_pgd", "arc", "climb"), {}
     print(f"| method | {' | '.join(names)} | PGD on the member itself | on another |")
     print(f"|---|{'---|' * (len(names) + 2)}")
     for method in METHODS:

@@ -50,9 +50,10 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name on first use."""
+    """Import a public name on first use, and keep it."""
     if name == "__all__":
         return ["__version__", *_homes()]
     if name not in _homes():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_homes()[name]}"), name)
+    found = globals()[name] = getattr(import_module(f"{__name__}.{_homes()[name]}"), name)
+    return found

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from lightning_rob.rules import Rule, expectation, mean_logits, mean_probs
+from lightning_rob.threat import guard
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # an objective, or any such function
 Reduction = Literal["mean", "min"]
@@ -240,7 +241,8 @@ def expected_dlr(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     if logits.shape[-1] < 3:
         raise ValueError(f"DLR needs three classes or more, the defense has {logits.shape[-1]}")
     top = logits.topk(3).values
-    return expectation(weights, _margin(logits, y) / (top[..., 0] - top[..., 2] + DLR_GUARD))
+    spread = top[..., 0] - top[..., 2] + guard(top, DLR_GUARD)
+    return expectation(weights, _margin(logits, y) / spread)
 
 
 def targeted_dlr(target: Tensor) -> Objective:
@@ -257,7 +259,7 @@ def targeted_dlr(target: Tensor) -> Objective:
         right, wrong = _pair(logits, y, target)
         top = logits.topk(4).values
         # The guard is the authors': equal logits would divide by zero.
-        spread = top[..., 0] - (top[..., 2] + top[..., 3]) / 2 + DLR_GUARD
+        spread = top[..., 0] - (top[..., 2] + top[..., 3]) / 2 + guard(top, DLR_GUARD)
         return expectation(weights, (wrong - right) / spread)
 
     return Objective(towards_target, "mean")

@@ -167,6 +167,11 @@ def seeded_global_rng(generator: torch.Generator, device: torch.device) -> Itera
         random.setstate(of_python)
 
 
+def generator_of(*keys: int) -> torch.Generator:
+    """Return a generator that these numbers seed."""
+    return torch.Generator().manual_seed(derive_seed(*keys))
+
+
 def own_streams(seed: int, device: torch.device | None = None) -> AbstractContextManager[None]:
     """Seed the global streams as `seeded_global_rng`, by a number."""
     return seeded_global_rng(torch.Generator().manual_seed(seed), device or torch.device("cpu"))

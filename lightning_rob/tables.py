@@ -43,7 +43,8 @@ def print_table(title: str, results: Iterable[_Row], console: Console | None = N
 
     The column "median distance", of attacks of smallest norm, is "beyond" where half of the images
     or more are not fooled within the ball. "randomness" is half the interval over inferences or
-    private draws: the share that the defense's own randomness has. "rejected" and "accepted,
+    private draws: the share that the defense's own randomness has. "known noise" is the accuracy
+    against an attacker who knows the draws that predict. "rejected" and "accepted,
     wrong" are shares of the predictions of a defense that may reject. "blind" is the share of
     images, right without an attack, on which it had no gradient to follow. "against" compares with
     the first attack image by image. Of results of one name, target and number of images the last
@@ -100,6 +101,8 @@ def _methods(columns: Collection[str], covered: Collection[str], compared: int) 
         methods += ["accuracy: accepted and right on clean images; not accepted and wrong attacked"]
     if "blind" in columns:
         methods += ["blind: no gradient to follow, of images right without an attack"]
+    if "known noise" in columns:
+        methods += ["known noise: the attacker knows the draws that predict"]
     if "randomness" in columns:
         source = "private draws" if "private" in methods[0] else "inferences"
         methods += [f"randomness: t over {source}"]
@@ -134,6 +137,7 @@ def _accuracy_cells(result: _Row, adjusted: Iterator[float]) -> dict[str, str]:
         "rejected": share(details.get("rejected")),
         "accepted, wrong": share(details.get("accepted_wrong")),
         "blind": share(details.get("blind") or None),
+        "known noise": share((details.get("known_noise") or {}).get("accuracy")),
         "median distance": distance,
         "randomness": f"± {(randomness[1] - randomness[0]) / 2:.1%}" if randomness else "",
         "against": against,

@@ -46,8 +46,19 @@ def per_image(values: Tensor, x: Tensor) -> Tensor:
 
 
 def scale(x: Tensor, factor: Tensor) -> Tensor:
-    """Multiply each image of a batch by its own number: [B, …] by [B]."""
-    return x * per_image(factor, x)
+    """Multiply each image of a batch by its own number, cut to a finite one: [B, …] by [B]."""
+    # float16 ends at 65,504: the distance over a zero gradient is infinite, and 0 times it NaN.
+    return x * per_image(factor.clamp_max(torch.finfo(factor.dtype).max), x)
+
+
+def guard(values: Tensor, least: float = TINY) -> float:
+    """Return what keeps a divisor from 0: `least`, or the smallest number if that is 0 to them."""
+    return max(least, torch.finfo(values.dtype).tiny)  # 1e-30 is 0 in float16
+
+
+def divisor(size: Tensor, least: float = TINY) -> Tensor:
+    """Return sizes raised to `guard`, to divide by."""
+    return size.clamp_min(guard(size, least))
 
 
 def choose(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -149,9 +160,9 @@ class Threat:
             top = flat.abs().argmax(1, keepdim=True)
             return torch.zeros_like(flat).scatter(1, top, flat.gather(1, top).sign()).view_as(g)
         # Squares of a confident network's gradients would underflow: scale to a largest entry of 1.
-        flat = flat / flat.abs().amax(1, keepdim=True).clamp_min(TINY)
+        flat = flat / divisor(flat.abs().amax(1, keepdim=True))
         d = (flat.sign() * flat.abs() ** (self.q - 1)).view_as(g)
-        return scale(d, 1 / self.size(d).clamp_min(TINY))
+        return scale(d, 1 / divisor(self.size(d)))
 
     def clip(self, delta: Tensor, x: Tensor) -> Tensor:
         """Project the perturbation into the ball, then into the bounds around x; all [B, …].
@@ -165,7 +176,7 @@ class Threat:
             delta = torch.maximum(torch.minimum(delta, reach), -reach)
         elif self.p == 2:
             # Perturbations inside the ball stay as they are.
-            delta = scale(delta, (radius / self.size(delta).clamp_min(TINY)).clamp_max(1))
+            delta = scale(delta, (radius / divisor(self.size(delta))).clamp_max(1))
         else:
             raise ValueError(f"projection is for linf and l2, not for norm {self.norm}")
         return self.confine(delta, x)
@@ -192,7 +203,7 @@ class Threat:
         else:
             d = normal(x, *x.shape[1:], generator=generator)
             radius = radius * uniform(x, generator=generator)
-            delta = scale(d, radius / self.size(d).clamp_min(TINY))
+            delta = scale(d, radius / divisor(self.size(d)))
         return self.apply(self.confine(delta, x), x)
 
     def corner(self, x: Tensor, generator: Generator = None, share: float = 1.0) -> Tensor:

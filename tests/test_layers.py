@@ -18,7 +18,7 @@ ROOT = Path(lightning_rob.__file__).parent
 LOWER = [  # works without Lightning
     *("runtime", "randomness", "rules", "threat", "objectives", "comparisons"),
     *("nets", "transforms", "defenses", "attacks", "metrics", "plots", "tables"),
-    *("evaluation", "audit"),
+    *("evaluation", "audit", "certify"),
 ]
 UPPER = ["data", "modules", "callbacks", "recipes", "commands", "cli"]
 ORDER = [*LOWER, *UPPER]
@@ -144,7 +144,8 @@ def concrete(kind: type) -> set[str]:
 
 
 def test_concrete_classes_are_told_apart_in_their_own_file_only():
-    classes = concrete(Attack) | concrete(Defense)
+    # A network and an ensemble of networks are what functions build, and ask for, themselves.
+    classes = concrete(Attack) | concrete(Defense) - {"Single", "Ensemble"}
     assert {"PGD", "TAA", "Mixture", "RMC"} <= classes
     for path in FILES:
         tree = ast.parse(path.read_text())

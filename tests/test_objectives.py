@@ -18,11 +18,13 @@ from lightning_rob.objectives import (
     confident,
     cross_entropy,
     expected_ce,
+    expected_dlr,
     expected_margin,
     expected_probability_margin,
     linear,
     min_confidence,
     reduction_of,
+    targeted_dlr,
     worst_ce,
     worst_margin,
 )
@@ -197,6 +199,14 @@ def test_full_precision_under_autocast(objective):
     with torch.autocast("cpu", torch.bfloat16):
         value = objective(logits, WEIGHTS, y)
     torch.testing.assert_close(value.float(), objective(logits, WEIGHTS, y), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_equal_logits_have_a_ratio_in_any_precision(dtype):
+    y = torch.tensor([0, 1])
+    for objective in (expected_dlr, targeted_dlr(torch.tensor([1, 2]))):
+        value = objective(torch.zeros(1, 2, 4, dtype=dtype), torch.ones(1), y)
+        assert value.tolist() == [0.0, 0.0]
 
 
 # labels

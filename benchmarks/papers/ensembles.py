@@ -3,12 +3,11 @@
     python benchmarks/papers/ensembles.py --config configs/dverge_digits.yaml --eps 0.02 0.05 0.1
 
 Trains the recipe once per seed and attacks the same test images within each radius. "PGD" is
-adaptive PGD on the ensemble and PGD on the first member; "ARC" has the paper's local radius, "two
-radii" the stronger of eps and eps/4, and "warm" starts from the images of the others, with an
-eighth of the radius. --attacks also has PGD with ten restarts, on the expected logits, on the first
-member and on a drawn one. Prints means over seeds with 95 % t intervals over seeds. Further options
-are those of `lightning-rob fit`. Checkpoints and finished rows stay in --folder: the same command
-resumes.
+adaptive PGD on the ensemble and PGD on the first member; "ARC" has the paper's local radius, and
+"climb" is `LatticeClimber`. --attacks also has PGD with ten restarts, on the expected logits, on
+the first member and on a drawn one. Prints means over seeds with 95 % t intervals over seeds.
+Further options are those of `lightning-rob fit`. Checkpoints and finished rows stay in --folder:
+the same command resumes.
 """
 
 import argparse
@@ -19,7 +18,7 @@ from zlib import crc32
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_rob import ARC, PGD, Ensemble, OnMember, Strongest, Threat, evaluate
+from lightning_rob import ARC, PGD, Ensemble, LatticeClimber, OnMember, Threat, evaluate
 from lightning_rob.attacks import RandomMember
 from lightning_rob.cli import main as command_line
 from lightning_rob.cli.lightning_cli import RobustCLI
@@ -32,19 +31,12 @@ from lightning_rob.recipes.shipped import find_recipe
 def attacks(threat, neighbours):
     """Return the attacks within a threat by name."""
     eps, steps = threat.eps, 20
-
-    def arc(step_size, start=None):
-        return ARC(threat, steps, step_size, neighbours, start=start, early_stop=True)
-
     pgd = PGD(threat, steps, eps / 4, random_start=False)
-    two = Strongest([arc(eps), arc(eps / 4)])
-    started = Strongest([pgd, OnMember(pgd, 0), two])
-    paper = arc(eps if threat.norm == "linf" else eps / 4)
+    radius = eps if threat.norm == "linf" else eps / 4
     return {
         "PGD": pgd,
-        "ARC": paper,
-        "two radii": two,
-        "warm": arc(eps / 8, started),
+        "ARC": ARC(threat, steps, radius, neighbours, early_stop=True),
+        "climb": LatticeClimber(threat),
         "restarts": PGD(threat, steps, eps / 4, restarts=10),
         "logits": PGD(threat, steps, eps / 4, objective=ce_of_mean_logits, random_start=False),
         "first member": OnMember(pgd, 0),
@@ -141,9 +133,7 @@ def main():
     parser.add_argument("--members", type=int, nargs="+", help="first members, equally probable")
     parser.add_argument("--images", type=int, default=400)
     parser.add_argument("--neighbours", type=int, default=4, help="classes that ARC searches, G")
-    parser.add_argument(
-        "--attacks", nargs="+", default=["PGD", "ARC", "two radii", "warm"], metavar="NAME"
-    )
+    parser.add_argument("--attacks", nargs="+", default=["PGD", "ARC", "climb"], metavar="NAME")
     parser.add_argument("--folder", type=Path, default=Path("logs/ensembles"))
     options, options.fit = parser.parse_known_args()
     options.folder = options.folder / Path(options.config).stem

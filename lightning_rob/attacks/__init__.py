@@ -1,7 +1,7 @@
 """Attacks: frozen dataclasses called as x_adv = attack(defense, x, y, generator)."""
 
 from lightning_rob.attacks.apgd import APGD
-from lightning_rob.attacks.arc import ARC, arc_linear, arc_suite
+from lightning_rob.attacks.arc import ARC, arc_linear
 from lightning_rob.attacks.auto import Auto
 from lightning_rob.attacks.autoattack import AutoAttack
 from lightning_rob.attacks.backward import SGM, InsideBounds, LinBP, SurrogateTransforms
@@ -91,7 +91,6 @@ __all__ = [
     "WithBackward",
     "aggmo",
     "arc_linear",
-    "arc_suite",
     "attacking",
     "draw_gradients",
     "evaluating",

@@ -26,7 +26,7 @@ from lightning_rob.objectives import (
 from lightning_rob.randomness import Generator, normal, uniform
 from lightning_rob.rules import Rule
 from lightning_rob.runtime.errors import at_least
-from lightning_rob.threat import Threat, choose, scale
+from lightning_rob.threat import Threat, choose, divisor, scale
 
 ALPHA = 0.75  # share of the gradient step in a move; the rest is the previous move
 RHO = 0.75  # a step size stays if at least this share of the last moves raised the objective
@@ -239,7 +239,7 @@ def surface_point(
     else:
         direction = normal(x, *x.shape[1:], generator=generator)
     radius = share * threat.eps * threat.unit(x)
-    delta = scale(direction, radius / threat.size(direction).clamp_min(1e-12))
+    delta = scale(direction, radius / divisor(threat.size(direction), 1e-12))
     return threat.apply(threat.confine(delta, x), x)
 
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from lightning_rob.attacks.active_set import ActiveBatch, positions
 from lightning_rob.attacks.base import Attack, check_norm, set_step_size
 from lightning_rob.attacks.budget import PassCount
-from lightning_rob.attacks.members import Strongest
 from lightning_rob.attacks.sight import image_gradient
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.ensemble import sampling_probabilities
@@ -20,7 +19,7 @@ from lightning_rob.objectives import check_logits
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import random_member
 from lightning_rob.runtime.errors import at_least
-from lightning_rob.threat import Length, Threat, choose, scale
+from lightning_rob.threat import Length, Threat, choose, divisor, guard, scale
 
 GUARD = 1e-10  # added to divisors, as in the authors' code
 RHO = 0.05  # distance to aim beyond a decision boundary, as a share of eps
@@ -158,7 +157,8 @@ class ARC(Attack):
             length = self._length(w, distance, delta_local, first=rank == 0)
             step = delta_local + scale(self.threat.steepest(-w), length)
             # All members share one radius: a step for a later one takes length from the others.
-            step = scale(step, self.local_radius / (self.threat.size(step) + GUARD))
+            size = self.threat.size(step)
+            step = scale(step, self.local_radius / (size + guard(size, GUARD)))
             candidate = x + self.threat.clip(at.delta + step, x)
             acc_candidate = expected_accuracy(members, weights, candidate, at.y)
             # On ties the step is kept: a later member may need it to be fooled as well.
@@ -180,21 +180,10 @@ class ARC(Attack):
         if first:
             return eta
         # projected back onto the sphere of radius eta, the step still ends beyond the boundary
-        gap = ((w * delta_local).flatten(1).sum(1) / (self.threat.dual(w) + GUARD) + distance).abs()
-        beyond = eta / (eta - distance + GUARD) * gap + RHO * self.threat.eps
+        least, slope = guard(eta, GUARD), self.threat.dual(w)
+        gap = ((w * delta_local).flatten(1).sum(1) / (slope + least) + distance).abs()
+        beyond = eta / (eta - distance + least) * gap + RHO * self.threat.eps
         return torch.where(distance < eta, beyond, eta)
-
-
-def arc_suite(threat: Threat, steps: int) -> dict[str, Attack]:
-    """Return ARC as in the paper, `arc`, and the stronger of two local radii, `arc_two_radii`.
-
-    The radii are eps and eps / 4. The paper uses eps for linf, and for l2 its step size of PGD,
-    eps / 4.
-    """
-    radii = (threat.eps, threat.eps / 4)
-    large, small = (ARC(threat, steps, radius, early_stop=True) for radius in radii)
-    paper, other = (large, small) if threat.p == math.inf else (small, large)
-    return {"arc": paper, "arc_two_radii": Strongest((paper, other))}
 
 
 def nearest_boundary(
@@ -204,7 +193,8 @@ def nearest_boundary(
     normal, distance = torch.zeros_like(z), z.new_full((len(z),), torch.inf)
     for rank, gap in enumerate(gaps.to(z).unbind(1), 1):
         w = image_gradient(gap, z, generator, keep=rank < gaps.shape[1])
-        zeta = gap.detach().abs() / (threat.dual(w) + GUARD)
+        slope = threat.dual(w)
+        zeta = gap.detach().abs() / (slope + guard(slope, GUARD))
         normal, distance = choose(zeta < distance, w, normal), torch.minimum(zeta, distance)
     return normal, distance
 
@@ -264,7 +254,7 @@ def arc_linear(
             beyond = threat.eps / (threat.eps - zeta) * gap + RHO * threat.eps
             length = torch.where(zeta < threat.eps, beyond, length)
         step = delta + scale(direction, length)
-        step = scale(step, threat.eps / threat.size(step).clamp_min(GUARD))
+        step = scale(step, threat.eps / divisor(threat.size(step), GUARD))
         acc_candidate = accuracy(flat + step)
         delta = choose(acc_candidate <= acc_best, step, delta)
         acc_best = torch.minimum(acc_candidate, acc_best)

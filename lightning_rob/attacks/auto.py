@@ -18,14 +18,19 @@ from lightning_rob.attacks.lattice_climber import LatticeClimber
 from lightning_rob.attacks.members import Strongest
 from lightning_rob.attacks.pgd import PGD
 from lightning_rob.attacks.transform_ensemble import OnDifferentiable
-from lightning_rob.defenses import Defense, random_transforms_in
+from lightning_rob.defenses import (
+    Defense,
+    is_transform_ensemble,
+    random_transforms_in,
+)
+from lightning_rob.defenses.rejection import unwrapped
 from lightning_rob.objectives import linear, margin_of_rule
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import random_member
 from lightning_rob.runtime.errors import at_least
 from lightning_rob.threat import Threat
 
-# Kinds of defenses as an attacker sees them; `Defense.kind` says how one is built.
+# Kinds of defenses as an attacker sees them.
 SuiteKind = Literal["single", "ensemble", "randomized", "random", "transformed", "transductive"]
 ROUNDS = 5  # of GMSA, at most
 PER_MODEL = 20  # passes of an image and model in the last round of GMSA
@@ -39,7 +44,7 @@ def suite_kind(defense: Defense) -> SuiteKind:
     """Return the kind of a defense, as far as it decides which attacks fit."""
     if defense.transductive:
         return "transductive"
-    if defense.kind == "transform_ensemble":
+    if is_transform_ensemble(unwrapped(defense)):
         return "transformed"
     try:
         members = len(defense.classifiers)
@@ -95,7 +100,7 @@ class Auto(Attack):
             pgd = self._pgd(defense, each, rounds * members)
             return GMSA(Budgeted(replace(pgd, keep_best=True), each), rounds=rounds)
         if kind == "random":
-            anew = defense.kind == "random_transforms"  # else each draw is one prediction's
+            anew = unwrapped(defense).resamples  # else each draw is one prediction's
             draws = DRAWS if anew else ceil(DRAWS / members)
             pgd = self._pgd(defense, self.passes, draws if anew else draws * members)
             smooth = replace(pgd, draws=draws, objective=linear, momentum=AGGMO)

@@ -13,7 +13,7 @@ from lightning_rob.attacks.residual import Block, Branch, residual_blocks, runni
 from lightning_rob.defenses import Defense, random_transforms_in
 from lightning_rob.defenses.network import logits_in
 from lightning_rob.defenses.random_transforms import Gradients, Shared
-from lightning_rob.threat import TINY, scale
+from lightning_rob.threat import divisor, scale
 from lightning_rob.transforms.base import pinned
 
 
@@ -221,13 +221,13 @@ class _LinearBranch(torch.autograd.Function):
             (linear,) = torch.autograd.grad(ctx.out, ctx.x, gradient, retain_graph=True)
         finally:
             ctx.switch.linear = False
-        return scale(linear, _norms(exact) / _norms(linear).clamp_min(TINY)), None
+        return scale(linear, _norms(exact) / divisor(_norms(linear))), None
 
 
 def _norms(batch: Tensor) -> Tensor:
     """Return the 2-norm of each image, without underflow: [B, …] -> [B]."""
     flat = batch.flatten(1)
-    largest = flat.abs().amax(1).clamp_min(TINY)
+    largest = divisor(flat.abs().amax(1))
     norms: Tensor = largest * torch.linalg.vector_norm(scale(flat, 1 / largest), dim=1)
     return norms
 

@@ -176,7 +176,7 @@ class Attack(Counted, ABC):
     def is_made_for(self, suite_kind: str, rule: Rule) -> bool:
         """Return whether the attack is adaptive on a kind of defense that predicts by this rule.
 
-        The kind is that of `lightning_rob.attacks.auto.suite_kind`, not `Defense.kind`.
+        The kind is that of `lightning_rob.attacks.auto.suite_kind`.
         """
         return suite_kind in self.made_for
 

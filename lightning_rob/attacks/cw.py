@@ -16,7 +16,7 @@ from lightning_rob.defenses import Defense
 from lightning_rob.objectives import Loss, expected_margin
 from lightning_rob.randomness import Generator
 from lightning_rob.runtime.errors import NoGradientError, at_least
-from lightning_rob.threat import Threat, choose
+from lightning_rob.threat import Threat, choose, guard
 
 # The range of tanh is twice the bounds, and w is kept where the image is within them. If the range
 # were the bounds, black and white pixels would hardly have a gradient: 100 steps of 0.01 would
@@ -83,7 +83,8 @@ class BatchedAdam(ActiveBatch):
         """Take step number `count` against the gradient, and keep w within its limits."""
         self.mean.lerp_(gradient, 0.1)
         self.square.lerp_(gradient.square(), 0.001)
-        root = (self.square / (1 - 0.999**count)).sqrt_().add_(1e-8)
+        root = (self.square / (1 - 0.999**count)).sqrt_()
+        root.add_(guard(root, 1e-8))
         step = (self.mean / root).mul_(step_size / (1 - 0.9**count))
         self.w = (self.w.detach() - step).clamp_(-LIMIT, LIMIT)
 

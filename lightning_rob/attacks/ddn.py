@@ -18,7 +18,7 @@ from lightning_rob.defenses import Defense
 from lightning_rob.objectives import expected_margin, log_expected_ce
 from lightning_rob.randomness import Generator
 from lightning_rob.runtime.errors import at_least
-from lightning_rob.threat import TINY, Threat, scale
+from lightning_rob.threat import Threat, divisor, scale
 
 FIRST_STEP, LAST_STEP = 1.0, 0.01  # lengths of the gradient steps, by a cosine, on pixels in [0, 1]
 
@@ -100,5 +100,5 @@ class Walk(ActiveBatch):
         farthest = threat.size(torch.maximum(self.x - low, high - self.x))
         self.norm = torch.minimum(self.norm, farthest)
         delta = self.x_adv - self.x + length * threat.steepest(gradient)
-        delta = scale(delta, self.norm / threat.size(delta).clamp_min(TINY))
+        delta = scale(delta, self.norm / divisor(threat.size(delta)))
         self.x_adv = (self.x + delta).clamp(low, high)

@@ -17,7 +17,7 @@ from lightning_rob.defenses import Defense
 from lightning_rob.objectives import check_logits
 from lightning_rob.randomness import Generator
 from lightning_rob.runtime.errors import at_least
-from lightning_rob.threat import TINY, Threat, choose, scale
+from lightning_rob.threat import Threat, choose, divisor, scale
 
 ALPHA = 0.1  # largest share of the projection of the image itself in a step
 BETA = 0.9  # share of the distance that remains in the step back towards the image
@@ -119,7 +119,7 @@ class FAB(Attack):
         gap_of_x = gap + (normal * (x - z)).flatten(1).sum(1)
         points, normals = torch.cat([z, x]), torch.cat([normal, normal])
         delta = to_hyperplane(points, normals, torch.cat([gap, gap_of_x]), self.threat)
-        of_z, of_x = self.threat.size(delta).clamp_min(SHORTEST).chunk(2)
+        of_z, of_x = divisor(self.threat.size(delta), SHORTEST).chunk(2)
         alpha = (of_z / (of_z + of_x)).clamp_max(ALPHA)
         beyond_z, beyond_x = (points + ETA * delta).chunk(2)
         mixed = scale(beyond_z, 1 - alpha) + scale(beyond_x, alpha)
@@ -142,7 +142,7 @@ def nearest_hyperplane(
     nearest = torch.full_like(nearest_gap, torch.inf)
     for rank, gap in enumerate(gaps.unbind(1), 1):
         w = image_gradient(gap, z, generator, keep=rank < gaps.shape[1])
-        distance = gap.detach().abs() / threat.dual(w).clamp_min(TINY)
+        distance = gap.detach().abs() / divisor(threat.dual(w))
         nearer = distance < nearest
         normal = choose(nearer, w, normal)
         nearest_gap = torch.where(nearer, gap.detach(), nearest_gap)
@@ -158,7 +158,7 @@ def to_hyperplane(x: Tensor, w: Tensor, gap: Tensor, threat: Threat) -> Tensor:
     # In place, and by products with masks of 0 and 1, which are faster than `where` on a CPU.
     flat, at, (low, high) = w.flatten(1), x.flatten(1), threat.bounds
     size = flat.abs()
-    largest = size.amax(1).clamp_min(TINY)
+    largest = divisor(size.amax(1))
     size, gap, side = scale(size, 1 / largest), gap.abs() / largest, gap.sign()
     sign = flat.sign().mul_(side[:, None])
     moves = sign.abs()
@@ -170,7 +170,7 @@ def to_hyperplane(x: Tensor, w: Tensor, gap: Tensor, threat: Threat) -> Tensor:
     for step in range(1, flat.shape[1] + 2):
         arrived = (length[:, None] * speed).ge_(room)
         left = gap - (reach * arrived).sum(1)
-        further = (left / (slope * (1 - arrived)).sum(1).clamp_min(TINY)).clamp_max(most)
+        further = (left / divisor((slope * (1 - arrived)).sum(1))).clamp_max(most)
         if step % every == 0 and not (further > length).any():
             break
         length = torch.maximum(further, length)

@@ -55,7 +55,7 @@ class ObjectiveGradient:
         self, defense: Defense, x: Tensor, y: Tensor, generator: Generator, check: bool = False
     ) -> ObjectiveAt:
         """Return the objective and its gradient at images [B, C, H, W] with labels [B]."""
-        if defense.kind == "mixture" and reduction_of(self.objective):
+        if len(defense.components()) > 1 and reduction_of(self.objective):
             return self._of_mixture(defense, x, y, generator, check)
         x = x.detach().requires_grad_()
         if self.draws is None:

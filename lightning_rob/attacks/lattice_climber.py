@@ -19,7 +19,7 @@ from lightning_rob.defenses.network import network_logits
 from lightning_rob.objectives import check_logits
 from lightning_rob.randomness import Generator
 from lightning_rob.runtime.errors import at_least
-from lightning_rob.threat import TINY, Length, Threat, scale
+from lightning_rob.threat import Length, Threat, divisor, scale
 
 ALL_SETS = 4  # members up to which every set is tried; of more members one chain of sets
 SIGNED = 0.5  # share of the steps that follow the steepest direction; the others project
@@ -208,7 +208,7 @@ class LatticeClimber(Attack):
         distances = torch.where(slopes > 0, gaps / slopes, -torch.inf)
         if done < SIGNED:
             # Divided by its slope a member counts by distance, however large its logits are.
-            pull = (distances > -BEYOND * eps) / slopes.clamp_min(TINY)
+            pull = (distances > -BEYOND * eps) / divisor(slopes)
             total = torch.stack([scale(g, share) for g, share in zip(gradients, pull, strict=True)])
             stride = (self.step_size or eps / 4) * (1 - 0.9 * done / SIGNED)
             return delta - stride * self.threat.steepest(total.sum(0))
@@ -221,7 +221,7 @@ class LatticeClimber(Attack):
             low, high = low.clamp_min(-eps), high.clamp_max(eps)
         g = g.masked_fill((delta <= low) & (g > 0) | (delta >= high) & (g < 0), 0)
         largest = g.flatten(1).abs().amax(1)
-        g = scale(g, 1 / largest.clamp_min(TINY))  # whose squares do not underflow
+        g = scale(g, 1 / divisor(largest))  # whose squares do not underflow
         squares = g.flatten(1).square().sum(1)
         way = gaps[far, images] + (1 - done) * BEYOND * eps * slopes[far, images]
         length = RELAXATION * way / (largest * squares)

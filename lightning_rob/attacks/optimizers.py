@@ -14,7 +14,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_rob.threat import TINY, Threat, scale
+from lightning_rob.threat import Threat, divisor, scale
 
 State = tuple[Tensor, ...]
 Variant = Literal["steepest", "gradients", "normalized", "paper"]
@@ -172,5 +172,5 @@ def _unit(gradient: Tensor) -> Tensor:
     """Scale each image's gradient to 1-norm 1; zero stays zero."""
     flat = gradient.flatten(1)
     # Scaled first: the gradients of a confident network would underflow in the sum.
-    flat = flat / flat.abs().amax(1, keepdim=True).clamp_min(TINY)
-    return (flat / flat.abs().sum(1, keepdim=True).clamp_min(TINY)).view_as(gradient)
+    flat = flat / divisor(flat.abs().amax(1, keepdim=True))
+    return (flat / divisor(flat.abs().sum(1, keepdim=True))).view_as(gradient)

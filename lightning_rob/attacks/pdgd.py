@@ -17,7 +17,7 @@ from lightning_rob.defenses import Defense
 from lightning_rob.objectives import Loss, expected_margin
 from lightning_rob.randomness import Generator
 from lightning_rob.runtime.errors import at_least
-from lightning_rob.threat import TINY, Threat, ThreatPerImage, choose, per_image, scale
+from lightning_rob.threat import Threat, ThreatPerImage, choose, divisor, guard, per_image, scale
 
 LAST_STEP = 0.01  # the last step size, as a share of the first
 DUAL_STEP, LAST_DUAL_STEP = 0.1, 0.01  # of the logarithm of the ratio of weights
@@ -131,12 +131,13 @@ class Descent(ActiveBatch):
         # The derivative of softplus(-m) by m is -sigmoid(-m).
         gradient = scale(at.gradient, -slope)
         if threat.p == 2:
-            outward = scale(delta, self.w0 / threat.size(delta).clamp_min(TINY))
+            outward = scale(delta, self.w0 / divisor(threat.size(delta)))
             gradient = scale(gradient, 1 - self.w0) + outward
         self.mean = self.mean.lerp(gradient, 0.1)
         self.square = self.square.lerp(gradient.square(), 0.001)
         # Adam's running means are corrected for their start at zero.
-        root = (self.square / (1 - 0.999**self.count)).sqrt() + 1e-8
+        root = (self.square / (1 - 0.999**self.count)).sqrt()
+        root = root + guard(root, 1e-8)
         step = self.mean / root * (step_size / (1 - 0.9**self.count))
         self.x_adv = (self.x_adv - step).clamp(*threat.bounds)
         if threat.p == math.inf:

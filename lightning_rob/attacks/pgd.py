@@ -185,7 +185,7 @@ def is_certain(defense: Defense, objective: Loss) -> bool:
 def check_certain(defense: Defense, objective: Loss) -> None:
     """Raise TypeError if one evaluation does not prove that an image is always misclassified."""
     pooled = reduction_of(objective) is None
-    if defense.kind == "mixture" and pooled and defense.rule is random_member:
+    if len(defense.components()) > 1 and pooled and defense.rule is random_member:
         raise TypeError(f"early_stop does not see which part of a mixture predicts, by {objective}")
     try:
         _ = defense.classifiers

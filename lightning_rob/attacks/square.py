@@ -16,7 +16,7 @@ from lightning_rob.defenses import Defense
 from lightning_rob.objectives import check_logits, linear
 from lightning_rob.randomness import Generator, uniform
 from lightning_rob.runtime.errors import at_least
-from lightning_rob.threat import Threat, choose, scale
+from lightning_rob.threat import Threat, choose, divisor, guard, scale
 
 SCHEDULE = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)  # queries after which p is halved
 AHEAD = 50  # queries whose random numbers are drawn at once
@@ -155,7 +155,7 @@ class Square(Attack):
 
     def _on_sphere(self, delta: Tensor, x: Tensor) -> Tensor:
         """Scale perturbations [b, …] to the radius, and add them within the bounds."""
-        size = self.threat.size(delta).clamp_min(GUARD)
+        size = divisor(self.threat.size(delta), GUARD)
         return self.threat.apply(scale(delta, self._radius(x) / size), x)
 
     def _radius(self, x: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ def _turned_pyramids(side: int, numbers: Tensor) -> Tensor:
 def _normalized(window: Tensor) -> Tensor:
     """Scale each channel of a window [b, C, n] to norm 1."""
     norm: Tensor = torch.linalg.vector_norm(window, dim=2, keepdim=True)
-    return window / (norm + GUARD)
+    return window / (norm + guard(norm, GUARD))
 
 
 @cache

@@ -90,7 +90,7 @@ class RobustAudit(EvaluationCallback):
         )
         target.other_attacks = {}
         for one in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(one, RobustEval) and one.suffix == self.suffix:
+            if isinstance(one, RobustEval) and one.inputs.suffix == self.inputs.suffix:
                 target.other_attacks |= one.attacks if one.target is full_defense else {}
         target.progress = self.advance
         if target.transductive and not trainer.sanity_checking:
@@ -123,7 +123,7 @@ class RobustAudit(EvaluationCallback):
         if folder is None:
             return
         atomic_write_text(folder / self.record, found.json(self.images[0].metadata))
-        log_text(trainer, f"{stage}/audit{self.suffix}", found.markdown())
+        log_text(trainer, f"{stage}/audit{self.inputs.suffix}", found.markdown())
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.found and trainer.is_global_zero:

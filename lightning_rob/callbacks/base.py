@@ -79,11 +79,6 @@ class EvaluationCallback(Callback, ABC):
     def finish_images(self, images: Images) -> None:
         """Gather the results of images that are all attacked; called on every process."""
 
-    @property
-    def suffix(self) -> str:
-        """The end of logged names where there are several data loaders."""
-        return self.inputs.suffix
-
     def due(self, trainer: Trainer) -> bool:
         """Whether this callback evaluates in the current epoch."""
         if self.given and not self.attacks:
@@ -101,7 +96,11 @@ class EvaluationCallback(Callback, ABC):
         kinds = (kind for kind in type(self).__mro__ if EvaluationCallback in kind.__bases__)
         kind: Any = next(kinds)
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        return [c for c in callbacks if isinstance(c, kind) and c.suffix == self.suffix]
+        return [
+            c
+            for c in callbacks
+            if isinstance(c, kind) and c.inputs.dataloader_idx == self.inputs.dataloader_idx
+        ]
 
     def earlier(self, trainer: Trainer) -> list[Self]:
         """Return the `peers` that stand before this callback."""
@@ -228,7 +227,7 @@ class EvaluationCallback(Callback, ABC):
         """Log a value, by a name that holds the data loader if there are several."""
         # Lightning would add the loader of the batch that came last.
         options = {"sync_dist": True, "add_dataloader_idx": False, "prog_bar": prog_bar}
-        pl_module.log(name + self.suffix, value, **options)
+        pl_module.log(name + self.inputs.suffix, value, **options)
 
     def advance(self, attack: str, images: int) -> None:
         """Add images that an attack has finished to the progress bar."""

@@ -22,9 +22,11 @@ def measurers(trainer: Trainer, monitor: str) -> list[RobustEval]:
     """
     evaluations = [c for c in trainer.callbacks if isinstance(c, RobustEval)]  # type: ignore[attr-defined]
     name = monitor.removeprefix(PREFIX)
-    whole = [e for e in evaluations if e.target is full_defense and name == f"worst{e.suffix}"]
+    whole = [
+        e for e in evaluations if e.target is full_defense and name == f"worst{e.inputs.suffix}"
+    ]
     return [e for e in whole if e.attacks] or [
-        e for e in evaluations if name in {f"{attack}{e.suffix}" for attack in e.attacks}
+        e for e in evaluations if name in {f"{attack}{e.inputs.suffix}" for attack in e.attacks}
     ]
 
 
@@ -43,8 +45,8 @@ def check_measured(trainer: Trainer, monitor: str) -> None:
     found = measurers(trainer, monitor)
     if not found:
         evaluations = [c for c in trainer.callbacks if isinstance(c, RobustEval)]  # type: ignore[attr-defined]
-        known = [f"{PREFIX}{name}{e.suffix}" for e in evaluations for name in e.attacks]
-        whole = [e.suffix for e in evaluations if e.target is full_defense]
+        known = [f"{PREFIX}{name}{e.inputs.suffix}" for e in evaluations for name in e.attacks]
+        whole = [e.inputs.suffix for e in evaluations if e.target is full_defense]
         known += [f"{PREFIX}worst{suffix}" for suffix in dict.fromkeys(whole)]
         name = monitor.removeprefix(PREFIX).partition("/")[0]
         of = "on the whole defense" if name == "worst" else f"with an attack named {name!r}"

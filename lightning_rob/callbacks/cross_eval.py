@@ -115,7 +115,7 @@ class TransferMatrixEval(EvaluationCallback):
             found, began = [], time.perf_counter()
             for j in range(members):
                 target, alone = defense, attack
-                if defense.kind == "transform_ensemble":
+                if is_transform_ensemble(defense):
                     alone = TAA(attack, j)
                 else:
                     target = Single(defense.classifiers[j], rejects=defense.rejects)
@@ -152,7 +152,7 @@ class TransferMatrixEval(EvaluationCallback):
             for kind in ("transfer", "transferability"):
                 figure = draw(result, kind)
                 save(figure, folder / f"{kind}_{result['name']}.png")
-                tag = f"{stage}/{kind}/{result['name']}{self.suffix}"
+                tag = f"{stage}/{kind}/{result['name']}{self.inputs.suffix}"
                 log_picture(trainer, tag, pixels(figure))
 
     def _results(self, defense: Defense) -> list[dict[str, Any]]:

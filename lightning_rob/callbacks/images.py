@@ -220,7 +220,7 @@ class Images:
         """Return the scores of these images on all processes; every process has to call it."""
         found = evaluator.result()
         if self.expected is not None:
-            check_indices(found, self.expected)
+            check_indices(found.index, self.expected)
         return found
 
     def _chosen(self) -> Tensor | None:

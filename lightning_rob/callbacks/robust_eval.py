@@ -39,7 +39,7 @@ from lightning_rob.evaluation.records import (
     versions,
 )
 from lightning_rob.evaluation.results import EvaluationResult, worst_measurement
-from lightning_rob.evaluation.store import PerImageResults
+from lightning_rob.evaluation.store import KNOWN, PerImageResults
 from lightning_rob.evaluation.suites import RECIPES
 from lightning_rob.runtime.errors import at_least
 from lightning_rob.runtime.identity import attack_spec, cache_key, fingerprint
@@ -94,6 +94,8 @@ class RobustEval(EvaluationCallback):
         group_size: images that are attacked together; other sizes may round otherwise.
         power: number of images, of each process, on which the attacks are tested: do they find
             adversarial images that exist by construction? See `lightning_rob.audit.power`.
+        known_noise: attack a defense that predicts at random once more, by an attacker who knows
+            its draws, and log `{stage}/robust/known_noise`; see `EvaluationResult.known_noise`.
         **inputs: `unpack`, `preprocess` and `dataloader_idx` of `EvaluationCallback`.
 
     Raises:
@@ -119,11 +121,19 @@ class RobustEval(EvaluationCallback):
         private_draws: int = 1,
         group_size: int = GROUP_SIZE,
         power: int = 0,
+        known_noise: bool = False,
         **inputs: Any,
     ) -> None:
         at_least(0, power=power)
         settings = EvaluationSettings(
-            seed, repeats, inferences, private_draws, max_images, group_size, protocol
+            seed,
+            repeats,
+            inferences,
+            private_draws,
+            max_images,
+            group_size,
+            protocol,
+            known_noise,
         )
         given = with_threat(attacks, eps, norm)
         check_names(given)  # the radius too
@@ -229,7 +239,14 @@ class RobustEval(EvaluationCallback):
             if full[0].joint or not hasattr(pl_module, "defense"):
                 values[CLEAN] = full[0].accuracy(CLEAN)
         self.results = [row for evaluation in self.evaluations for row in evaluation.rows]
+        # First: whatever a logger or the module's hook raises, the records are there.
+        if (folder := writing_folder(trainer)) is not None:
+            for evaluation in self.evaluations:
+                evaluation.write(folder)
+        trainer.strategy.barrier("the records are written")
         values |= {row.name: row.accuracy for row in self.results if row.name != CLEAN}
+        for row in self.results:
+            values |= {KNOWN: row.details[KNOWN]["accuracy"]} if KNOWN in row.details else {}
         logged = {f"{stage}/robust/{name}": value for name, value in values.items()}
         for key, value in logged.items():
             self.log_value(pl_module, key, value, prog_bar=key.endswith("/worst"))
@@ -238,10 +255,6 @@ class RobustEval(EvaluationCallback):
             callback.log_more(pl_module, stage)
         if hook := getattr(pl_module, "on_robust_evaluation", None):
             hook(logged)
-        if (folder := writing_folder(trainer)) is not None:
-            for evaluation in self.evaluations:
-                evaluation.write(folder)
-        trainer.strategy.barrier("the records are written")
 
     def log_more(self, pl_module: Any, stage: str) -> None:
         """Log figures that are computed from `result`; called on every process."""
@@ -265,7 +278,7 @@ class RobustEval(EvaluationCallback):
             defense = self.defense_of(pl_module)
             title = [getattr(pl_module, "method", type(pl_module).__name__)]
             title += [type(defense).__name__] if defense.transductive else []
-            title += [f"data loader {self.inputs.dataloader_idx}"] if self.suffix else []
+            title += [f"data loader {self.inputs.dataloader_idx}"] if self.inputs.suffix else []
             print_table(" · ".join(title), self.results, console_of(trainer))
 
 
@@ -375,7 +388,7 @@ class Evaluation:
         self.evaluator.store.copy_images(path.parent)
         append_records(folder / self.first.record, (row.record() for row in self.rows))
         for name, picture in self.panels.items():
-            tag = f"{stage}/adversarial/{name}{self.first.suffix}"
+            tag = f"{stage}/adversarial/{name}{self.first.inputs.suffix}"
             log_picture(trainer, tag, picture)
 
     def _stem(self, names: Iterable[str]) -> str:
@@ -385,7 +398,7 @@ class Evaluation:
         often = trainer.val_check_interval
         if epoch and not (isinstance(often, float) and often == 1):  # several in an epoch
             epoch.append(f"step{trainer.global_step:06d}")
-        loader = [self.first.suffix.strip("/")] if self.first.suffix else []
+        loader = [self.first.inputs.suffix.strip("/")] if self.first.inputs.suffix else []
         target = [self.target_name] if self.target is not full_defense else []
         joined = "+".join([first, *more])
         joined = joined if len(joined) <= LONGEST_NAME else f"{first}+{len(more)}_more"

@@ -48,14 +48,14 @@ class VotingRuleEval(EvaluationCallback):
         ensembles: name -> which members of a `TransformEnsemble` vote: names or words as for
             `lightning_rob.transforms.pool.chosen`, where "reversible", "irreversible" and "all" are
             those that there are; None is one of all members.
-        draws: how often an ensemble such as "14r+28i" is drawn; the accuracy is the mean over
-            draws.
+        draws: number of random compositions of an ensemble such as "14r+28i"; the accuracy is their
+            mean.
         attacked: members that the attacker knows, in the same words; None is all.
         each_target: of each attack make a `TAA` on every member that can be attacked, in turn, and
             call it `{attack}_on_{transformation}` (Table 4).
         every_n_epochs: evaluate in every n-th epoch of `fit`.
         max_images: number of attacked images, a random choice by the seed; None attacks all.
-        seed: seed of all noise and of the draws.
+        seed: seed of all noise and of the compositions.
         record: file in the run's folder to which each accuracy is appended as a line of JSON.
         only: patterns of the names of the attacks to run, such as "cw*"; None runs all.
         eps: radius of all attacks instead of their own, see `RobustEval`.
@@ -155,7 +155,7 @@ class VotingRuleEval(EvaluationCallback):
             with evaluating(defense) as copied, torch.no_grad():
                 logits = copied.logits(x_adv, Streams.from_index(index, *keys, 2))
             check_logits(logits, y)
-            scores = []  # [B] of every draw of every ensemble under every rule
+            scores = []  # [B] of every composition of every ensemble under every rule
             for members in (members for draws in self.parts.values() for members in draws):
                 weights = defense.weights[members] / defense.weights[members].sum()
                 for rule in self.rules.values():
@@ -184,7 +184,7 @@ class VotingRuleEval(EvaluationCallback):
                 rows = [[float(next(columns).mean()) for _ in self.rules] for _ in draws]
                 for rule, values in zip(self.rules, zip(*rows, strict=True), strict=True):
                     place = {"ensemble": ensemble, "rule": rule, "members": len(draws[0])}
-                    # The 95 % interval is over the images and, if several, the draws.
+                    # The 95 % interval is over the images and, if several, the compositions.
                     accuracy = {"accuracy": fmean(values), "interval": wilson_over_draws(values, n)}
                     self.results.append(details | place | accuracy | {"draws": list(values)})
         for result in self.results:

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from lightning_rob.cli.models import read_models
 from lightning_rob.cli.options import CONFIG, CommandLine, read_command_line
 from lightning_rob.commands.base import Run, quiet_lightning
 from lightning_rob.commands.checkpoints import load_weights
-from lightning_rob.commands.config import config_of
+from lightning_rob.commands.config import config_of, function_of
 from lightning_rob.data import ImageData
 from lightning_rob.recipes.safe_yaml import load_file, one_line, reading_recipes
 from lightning_rob.runtime.errors import InputError
@@ -38,11 +37,6 @@ def run_command(line: CommandLine) -> None:
         RUNNERS.get(line.command, RobustCLI)(line)
     except USER_ERRORS as error:
         raise InputError(str(error)) from error
-
-
-def function_of(command: str) -> Any:
-    """Return the function of a command."""
-    return import_module(f"lightning_rob.commands.{command}").run
 
 
 class CommandCLI(RobustCLI):
@@ -130,6 +124,8 @@ def _build(line: CommandLine, path: Path) -> Run:
 
 
 def _with_trainings(line: CommandLine) -> None:
+    if paths := [part["ckpt_path"] for part in line.parts if part.get("ckpt_path")]:
+        raise InputError(f"every trial trains anew: leave out the ckpt_path {paths[0]}")
     with quiet_lightning():
         cli = CommandCLI(line, run=False)
     chosen = function_of(line.command)(line.options, cli.built(), build_training)
@@ -166,6 +162,7 @@ def _with_data(line: CommandLine) -> None:
 RUNNERS: dict[str, Callable[[CommandLine], object]] = {
     "sweep": CommandCLI,
     "audit": CommandCLI,
+    "certify": CommandCLI,
     "export": CommandCLI,
     "tune": _with_trainings,
     "monitor": _with_checkpoints,

@@ -4,7 +4,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,6 +25,7 @@ from lightning_rob.cli.checkpoints import SafeCheckpointIO
 from lightning_rob.cli.errors import shorten_jsonargparse_error, shorten_state_dict_error
 from lightning_rob.cli.options import (
     NAMED,
+    OF_METHODS,
     CommandLine,
     RunOptions,
     asks_for_page,
@@ -61,6 +62,8 @@ EVERY_IMAGE = Threat("linf", 1.0)  # of a corruption
 class Parser(LightningArgumentParser):
     """Parser that expands plug-ins and reports an error in one line."""
 
+    ignored: Collection[str] = ()  # keys of a saved config.yaml that its command alone takes
+
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, allow_abbrev=False, **options)
 
@@ -68,6 +71,8 @@ class Parser(LightningArgumentParser):
         # jsonargparse calls this in the recipe's folder.
         recipe = load(content)
         expanded = expand_recipe(recipe, Path.cwd())
+        if isinstance(expanded, dict):
+            expanded = {key: part for key, part in expanded.items() if key not in self.ignored}
         text = content if expanded == recipe else one_line(expanded)
         return super().parse_string(text, *args, **options)
 
@@ -179,6 +184,8 @@ class RobustCLI(LightningCLI):
             skipped = LightningCLI.subcommands()[self.method]
             added = self.parser.add_method_arguments(Trainer, self.method, skip={*skipped})
             self.method_options = added
+        assert isinstance(self.parser, Parser)
+        self.parser.ignored = {*OF_METHODS} - {*self.method_options}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_class_arguments(RunOptions, as_group=False)

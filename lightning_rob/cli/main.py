@@ -5,11 +5,10 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from lightning_rob.commands.config import config_of
+from lightning_rob.commands.config import config_of, function_of
 from lightning_rob.runtime.errors import Fault, InputError, LostRank, nearest, visible
 
 if TYPE_CHECKING:
@@ -24,6 +23,7 @@ COMMANDS = {
     "tune": "search the values of a recipe's keys by Bayesian optimization",
     "bpda": "train networks whose gradients stand in for those of random transforms",
     "audit": "look for what makes a defense seem more robust than it is",
+    "certify": "radii within which no attack changes a smoothed prediction, beside attacks",
     "monitor": "follow a folder of checkpoints and raise an alarm when robustness falls",
     "compare": "two attacks or checkpoints on the same images: difference and significance",
     "export": "write a whole defense as a program that runs without this package",
@@ -101,7 +101,7 @@ def _run(command: str, *args: str) -> None:
 
     try:
         if _reads_records(command):
-            import_module(f"lightning_rob.commands.{command}").run(parse_records(command, args))
+            function_of(command)(parse_records(command, args))
         else:
             _compute(read_command_line(command, *args))
     except (InputError, ValueError, OSError, ModuleNotFoundError, yaml.YAMLError, Fault) as error:

@@ -48,9 +48,10 @@ class RunOptions:
     fail_under: str | None = None
 
 
+OF_METHODS = ("ckpt_path", "verbose", "weights_only", "return_predictions")  # of `Trainer.test` …
 OF_RUN = {  # options of `fit`, `test` and others that have no dots
-    *("config", "print_config", "help", "seed_everything", "ckpt_path", "verbose"),
-    *("weights_only", "return_predictions", OPTION.removeprefix("--")),
+    *("config", "print_config", "help", "seed_everything", OPTION.removeprefix("--")),
+    *OF_METHODS,
     *(option.name for option in fields(RunOptions)),
 }
 
@@ -264,6 +265,8 @@ def build_parser(command: str, config: type[CommandConfig]) -> OptionParser:
         add_help=False,
     )
     named = {config.positional} if config.reads_records else set()
+    if not named:
+        parser._optionals.title = "options, which override those of a --config FILE"
     parser.add_class_arguments(config, as_group=False, skip=named)
     for name in named:
         described = re.search(rf"^ +{name}: (.*)$", config.__doc__ or "", re.M)

@@ -1,13 +1,15 @@
-"""Options of the commands: a frozen dataclass each, beside the command's function.
+"""Options of the commands: a frozen dataclass each, from which parser and `--help` are generated.
 
-Parser and `--help` are generated from it. The module of a command imports nothing heavy, so that
-both are there at once; torch is imported when the function is called.
+The module of the options imports nothing heavy, so that both are there at once. The function `run`
+of a command is beside them, or in a part of the command's package that imports torch.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar
+
+from lightning_rob.runtime.errors import at_least as at_least
 
 OF_LIGHTNING = ("fit", "validate", "test", "predict")  # commands
 
@@ -18,19 +20,13 @@ class CommandConfig:
 
     usage: ClassVar[str]  # arguments in the first line of its page
     positional: ClassVar[str] = "ckpt_path"  # of arguments without a name; "" for none
+    part: ClassVar[str] = ""  # module of the command's package with `run`; "" for the package
     reads_records: ClassVar[bool] = False  # its arguments, all of them; no torch
 
     @classmethod
     def from_recipe(cls, recipe: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options that a recipe of `fit` implies."""
         return {}
-
-
-def at_least(minimum: int, **numbers: int | None) -> None:
-    """Refuse an option that is given and below a minimum."""
-    for name, number in numbers.items():
-        if number is not None and number < minimum:
-            raise ValueError(f"--{name} must be at least {minimum}, got {number}")
 
 
 def config_of(command: str) -> type[CommandConfig] | None:
@@ -40,3 +36,10 @@ def config_of(command: str) -> type[CommandConfig] | None:
     module = import_module(f"lightning_rob.commands.{command}")
     config: type[CommandConfig] = getattr(module, f"{command.capitalize()}Config")
     return config
+
+
+def function_of(command: str) -> Any:
+    """Return the function of a command that is not Lightning's."""
+    config = config_of(command)
+    place = f"lightning_rob.commands.{command}.{config.part if config else ''}"
+    return import_module(place.rstrip(".")).run

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -12,16 +12,6 @@ from lightning_rob.defenses.network import Preprocessed, network_logits
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import Rule, abstains, mean_probs
 from lightning_rob.transforms import Transform
-
-Kind = Literal[
-    "single",
-    "ensemble",
-    "mixture",
-    "random_transforms",
-    "transform_ensemble",
-    "transductive",
-    "other",
-]
 
 
 class Defense(nn.Module, ABC):
@@ -34,8 +24,8 @@ class Defense(nn.Module, ABC):
     which `abstains` declares. An attack then succeeds where the defense accepts and is wrong.
     """
 
-    kind: ClassVar[Kind] = "other"  # which attacks and checks are made for it
     transforms: Mapping[str, Transform] = MappingProxyType({})  # of its inputs, by name
+    resamples: ClassVar[bool] = False  # whether an attack may take any number of its draws
     rule: Rule
     weights: Tensor
     stateful = False  # whether the next round starts from the current adaptation
@@ -155,8 +145,6 @@ class Single(Defense):
         rejects: class by which the network rejects an image, such as 10 where a detector has the
             classes 0 … 9 and "adversarial"; no label is of this class.
     """
-
-    kind = "single"
 
     def __init__(self, net: nn.Module, rule: Rule = mean_probs, rejects: int | None = None) -> None:
         check_network(net)

@@ -36,8 +36,6 @@ class Ensemble(Defense):
         rejects: class by which members reject an image, if they have one; see `Single`.
     """
 
-    kind = "ensemble"
-
     def __init__(
         self,
         members: Iterable[nn.Module],
@@ -66,8 +64,6 @@ class Mixture(Defense):
         defenses: the parts; their draws are concatenated.
         probs: probabilities of the parts; None means equal ones.
     """
-
-    kind = "mixture"
 
     def __init__(
         self,

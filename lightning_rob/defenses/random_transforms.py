@@ -49,7 +49,7 @@ class RandomTransforms(Defense):
         FileNotFoundError: there is no such folder of approximations, or it lacks one.
     """
 
-    kind = "random_transforms"
+    resamples = True
 
     def __init__(
         self,

@@ -24,7 +24,6 @@ class AcceptedClasses(Defense):
             self.rule = _never_abstaining(defense.rule)
         self.defense = defense
         self.labels = labels
-        self.kind = defense.kind  # type: ignore[misc]
         self.transforms = dict(defense.transforms)
         self.stateful = defense.stateful
 
@@ -131,6 +130,11 @@ class AcceptedClasses(Defense):
             abstained = self.defense.rule(logits, weights).sum(-1) <= 0
             label = torch.where(abstained[:, None], raised, label)
         return accepted.scatter(-1, index, label)
+
+
+def unwrapped(defense: Defense) -> Defense:
+    """Return the defense of which an attacker sees the accepted classes; any other as it is."""
+    return defense.defense if isinstance(defense, AcceptedClasses) else defense
 
 
 def behind_labels(defense: Defense) -> Defense | None:

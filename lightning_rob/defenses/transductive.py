@@ -94,7 +94,6 @@ class Transductive(Defense):
         progress: (steps, name, total) -> the same steps; shows how far an adaptation is.
     """
 
-    kind = "transductive"
     needs_source = True  # whether `adapt` needs labelled images
 
     def __init__(

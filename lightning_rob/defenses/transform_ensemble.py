@@ -34,8 +34,6 @@ class TransformEnsemble(Defense):
             `chosen`; or transformations by name.
     """
 
-    kind = "transform_ensemble"
-
     def __init__(
         self,
         members: Iterable[nn.Module],

@@ -5,6 +5,7 @@ from lightning_rob.evaluation.corruptions import common_corruptions, corruption_
 from lightning_rob.evaluation.evaluate import evaluate
 from lightning_rob.evaluation.evaluator import EvaluationSettings, Evaluator
 from lightning_rob.evaluation.groups import GROUP_SIZE, canonical_groups, group_loader, serves_once
+from lightning_rob.evaluation.optimal_sampling import OptimalSampling, optimal_sampling
 from lightning_rob.evaluation.protocol import AttackerDefenderSession, RoundProtocol
 from lightning_rob.evaluation.results import EvaluationResult
 from lightning_rob.evaluation.worst import Worst, is_random, worst_case
@@ -17,6 +18,7 @@ __all__ = [
     "EvaluationSettings",
     "Evaluator",
     "NoAttack",
+    "OptimalSampling",
     "RoundProtocol",
     "Worst",
     "canonical_groups",
@@ -25,6 +27,7 @@ __all__ = [
     "evaluate",
     "group_loader",
     "is_random",
+    "optimal_sampling",
     "serves_once",
     "worst_case",
 ]

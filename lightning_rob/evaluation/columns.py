@@ -17,7 +17,11 @@ from lightning_rob.attacks.auto import surrogate_for
 from lightning_rob.attacks.backward import entered
 from lightning_rob.attacks.controls import doubled
 from lightning_rob.attacks.gradient import ObjectiveGradient
-from lightning_rob.defenses import Defense, Mixture, Single
+from lightning_rob.defenses import (
+    Defense,
+    Mixture,
+    Single,
+)
 from lightning_rob.defenses.copies import changes, fresh, keep_changes, original, working_copy
 from lightning_rob.evaluation.check_batch import CheckBatch
 from lightning_rob.evaluation.findings import many, mean
@@ -178,7 +182,7 @@ def slope_far(batch: CheckBatch) -> Tensor:
 def slope_networks(batch: CheckBatch) -> Tensor:
     """Return the correlation [B] for the networks without transforms, of the better width."""
     defense = batch.target.defense.adapted_model
-    if defense.kind not in ("random_transforms", "transform_ensemble"):
+    if not defense.transforms:
         return batch.unknown()
     networks = Mixture([Single(net) for net in defense.foldable_networks])
     widths = (partial(_agreement, batch, width) for width in (NEAR, FAR))

@@ -58,6 +58,7 @@ def evaluate(
     max_images: int | None = None,
     group_size: int = GROUP_SIZE,
     protocol: RoundProtocol | None = None,
+    known_noise: bool = False,
     unpack: Unpack | None = None,
     preprocess: Callable[[Tensor], Tensor] | None = None,
     resume: Path | str | None = None,
@@ -85,6 +86,8 @@ def evaluate(
         max_images: attack this many images, a random choice by the seed; None attacks all.
         group_size: images that are attacked together; other sizes may round otherwise.
         protocol: the rounds in which a defense that adapts is attacked; None is `RoundProtocol()`.
+        known_noise: attack a defense that predicts at random once more, by an attacker who knows
+            its draws; see `EvaluationResult.known_noise`.
         unpack: function of a batch that returns one of the above; None takes batches as they are.
         preprocess: what is applied to images before a plain network, such as a normalization;
             attacks go through its gradient.
@@ -105,7 +108,14 @@ def evaluate(
     at_least(0, power=power)
     defense = as_defense(model, preprocess)
     settings = EvaluationSettings(
-        seed, repeats, inferences, private_draws, max_images, group_size, protocol
+        seed,
+        repeats,
+        inferences,
+        private_draws,
+        max_images,
+        group_size,
+        protocol,
+        known_noise,
     )
     rounds = settings.protocol_for(defense)
     details = {**settings.asdict(), "precision": evaluation_precision()}
@@ -129,14 +139,14 @@ def evaluate(
 
         evaluator = Evaluator(defense, attacks, settings, store, attacked, details, checks, power)
         with torch.autocast(device.type, enabled=False), torch.inference_mode(False):
-            for batch in _batches(batches, settings, rounds, unpack):
+            for batch in indexed_groups(batches, settings, rounds, unpack):
                 x, y, index = on_device(batch, device)
                 evaluator.score(x.float(), y, index)
                 count += len(x)
     if not count:
         raise ValueError("there are no images to evaluate: the batches are empty")
     found = evaluator.result()
-    check_indices(found, count)
+    check_indices(found.index, count)
     # A log that stays would be taken for that of an interrupted evaluation.
     store.delete()
     warn_of(found.findings)
@@ -148,7 +158,7 @@ def as_defense(model: nn.Module, preprocess: Callable[[Tensor], Tensor] | None =
     own = getattr(model, "defense", None)
     for candidate in (model, own):
         if isinstance(candidate, Defense):
-            if preprocess is not None and candidate.kind == "single":
+            if preprocess is not None and isinstance(candidate, Single):
                 net = Preprocessed(preprocess, candidate.classifiers[0])
                 return Single(net, candidate.rule, candidate.rejects)
             if preprocess is not None:
@@ -181,13 +191,13 @@ def _resume_key(
     )
 
 
-def _batches(
+def indexed_groups(
     batches: Any,
     settings: EvaluationSettings,
     protocol: RoundProtocol | None,
     unpack: Unpack | None,
 ) -> Iterator[Batch]:
-    """Canonical groups or rounds, with indices."""
+    """Yield canonical groups or rounds of images, with labels and indices."""
     if isinstance(batches, Dataset):
         name = type(batches).__name__
         raise TypeError(f"batches is a data set: give DataLoader({name}(…), batch_size=128)")

@@ -11,14 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_rob.attacks import Attack, InsideBounds, NoAttack, WithBackward
+from lightning_rob.attacks import PGD, Attack, InsideBounds, NoAttack, WithBackward
 from lightning_rob.attacks.acceptance import check_none_rejected
+from lightning_rob.attacks.auto import step_across, surrogate_for
 from lightning_rob.attacks.backward import Backward
 from lightning_rob.attacks.base import HAIR, check_images
 from lightning_rob.attacks.nested import walk
 from lightning_rob.attacks.sight import watching
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.copies import fresh, working_copy
+from lightning_rob.defenses.known_noise import KnownNoise, drawn_parts
 from lightning_rob.defenses.network import CHANGES_INPUT
 from lightning_rob.evaluation.check_batch import CheckTarget
 from lightning_rob.evaluation.checks import checked, randomness, slope
@@ -26,26 +28,31 @@ from lightning_rob.evaluation.findings import Finding
 from lightning_rob.evaluation.groups import GROUP_SIZE
 from lightning_rob.evaluation.power import Power, counted, found_by, not_applicable
 from lightning_rob.evaluation.protocol import (
+    PREDICT,
     AttackerDefenderSession,
     RoundProtocol,
     predictions,
 )
 from lightning_rob.evaluation.results import WORST, EvaluationResult
 from lightning_rob.evaluation.resume_log import BatchOutcome
-from lightning_rob.evaluation.store import PerImageResults, predicted_class
+from lightning_rob.evaluation.store import KNOWN, PerImageResults, predicted_class
 from lightning_rob.evaluation.worst import is_random
 from lightning_rob.metrics import robust_accuracy
-from lightning_rob.objectives import check_classes, check_labels
+from lightning_rob.objectives import ce_of_rule, check_classes, check_labels
 from lightning_rob.randomness import Streams
-from lightning_rob.rules import VOTING_RULES, rejected_share, top2_majority_as_released
+from lightning_rob.rules import mean_probs, rejected_share
 from lightning_rob.runtime.errors import at_least
 from lightning_rob.runtime.precision import float32_precision, in_float32
 from lightning_rob.tables import CLEAN
 
 # Columns, and what is logged beside the accuracies.
-RESERVED = (CLEAN, WORST, "index", "label", "broken_by", "draws", "checksum", "blind", "findings")
+RESERVED = (
+    *(CLEAN, WORST, KNOWN, "index", "label", "broken_by", "draws", "checksum"),
+    *("blind", "findings"),
+)
 TRIED = 8  # images of each group that are predicted twice, to see whether predictions vary
 CHECKED = 16  # images of the first group on which the defense is checked
+KNOWING_STEPS = 20  # of PGD with known noise
 CHECKED_ATTACKED = 50  # attacked images of it on which the slope is checked again
 
 
@@ -60,6 +67,7 @@ class EvaluationSettings:
     max_images: int | None = None
     group_size: int = GROUP_SIZE
     protocol: RoundProtocol | None = None  # None: rounds where the defense adapts, else groups
+    known_noise: bool = False  # attack the draws that will predict too
 
     def __post_init__(self) -> None:
         counts = ("repeats", "inferences", "private_draws", "max_images", "group_size")
@@ -83,11 +91,14 @@ class EvaluationSettings:
                 f"private_draws is for defenses that adapt, {type(defense).__name__} does not: "
                 "leave it out; where a defense predicts at random give inferences=10"
             )
+        if self.known_noise and defense.transductive:
+            raise ValueError("known_noise is for defenses that do not adapt: leave it out")
         return self.protocol or (RoundProtocol() if defense.transductive else None)
 
     def asdict(self) -> dict[str, Any]:
         """Return the settings as plain data, the protocol by its repr."""
         own = {field.name: getattr(self, field.name) for field in fields(self)}
+        del own["known_noise"]  # it changes no other figure
         return own | {"protocol": repr(self.protocol) if self.protocol else None}
 
 
@@ -217,7 +228,7 @@ class Evaluator:
             if name in outcomes:
                 self.attacked(AttackedBatch(name, index, x, y))
         names = (CLEAN, *self.attacks)
-        if len(outcomes) < len(names):
+        if not outcomes.keys() >= set(names):
             # The defense's noise is that of each attack's first repeat, so that scores differ by
             # the attack alone.
             if self.joint:
@@ -269,8 +280,15 @@ class Evaluator:
             )
             if keep:
                 self.store.log_outcome(x, y, index, name, outcomes[name], seconds)
+        if settings.known_noise and KNOWN not in outcomes and self._draws:
+            began = time.perf_counter()
+            outcomes[KNOWN] = self._with_known_noise(x, y, index, outcomes)
+            if keep:
+                seconds = time.perf_counter() - began
+                self.store.log_outcome(x, y, index, KNOWN, outcomes[KNOWN], seconds)
         if keep:
-            self.store.add_batch(x, y, index, [outcomes[name] for name in names])
+            known = outcomes[KNOWN].scores[:, 0] if KNOWN in outcomes else None
+            self.store.add_batch(x, y, index, [outcomes[name] for name in names], known)
             if self.to_test:
                 rows = _spread(x, self.to_test)
                 self.to_test -= len(rows)
@@ -291,6 +309,46 @@ class Evaluator:
                 raise
             except Exception as error:  # the scores are worth something without the test
                 self.not_tested[name] = f"not tested: {type(error).__name__}: {error}"
+
+    @property
+    def _draws(self) -> bool:
+        """Whether predictions are random, by noise or by the choice of a member."""
+        return self.random or len(list(drawn_parts(self.subject))) > 1
+
+    def _with_known_noise(
+        self, x: Tensor, y: Tensor, index: Tensor, outcomes: Mapping[str, BatchOutcome]
+    ) -> BatchOutcome:
+        """Attack the draws of the first prediction, and the member that it draws.
+
+        The attack is PGD on the loss of the prediction, within the first attack's threat. An
+        attacker who knows the noise may also take the image of any other attack within it.
+        """
+        first, settings = next(iter(self.attacks.values())), self.settings
+        threat, private = first.threat, (settings.seed, 0)
+        step_size = step_across(threat.eps, KNOWING_STEPS, 4)
+        total = torch.zeros(len(x), 1, device=x.device)
+        for share, part in drawn_parts(self.subject):
+            attack: Attack = PGD(
+                threat,
+                KNOWING_STEPS,
+                step_size,
+                ce_of_rule(part.rule),
+                keep_best=True,
+                backward=surrogate_for(part),
+            )
+            attack = attack if self.inside is None else WithBackward(attack, self.inside)
+            noise = Streams.from_index(index, *private, PREDICT)
+            session = AttackerDefenderSession(
+                attack, KnownNoise(part, noise), *private, *KNOWN.encode(), private=private
+            )
+            _, found = session.step(x, y, index)
+            right, rejected = self._shares(found, y)
+            total = total + share * (right + rejected)
+        clean = outcomes[CLEAN]
+        others = [clean.scores[:, :1] + clean.rejected[:, :1]]
+        others += [outcomes[n].scores[:, :1] for n, a in self.attacks.items() if a.threat == threat]
+        least = torch.stack([total, *(scores.to(total) for scores in others)]).amin(0)
+        return clean._replace(scores=least.expand(-1, settings.columns))
 
     def _check(self, name: str, x: Tensor, y: Tensor, index: Tensor) -> None:
         """Check the defense on the first images, clean or under an attack, once."""
@@ -399,8 +457,8 @@ def check_predictions(defense: Defense, predictions: Tensor, y: Tensor) -> None:
     check_labels(y, predictions.shape[-1])
     if defense.rejects is not None:
         check_none_rejected(y, defense.rejects)
-    # A row of zeros of these rules stands for logits that are not finite.
-    known = defense.rule in (*VOTING_RULES.values(), top2_majority_as_released)
+    # A row of zeros of the package's rules stands for logits that are not finite.
+    known = getattr(defense.rule, "__module__", None) == mean_probs.__module__
     if not (known or defense.abstains) and bool((predictions == 0).all(-1).any()):
         name = getattr(defense.rule, "__name__", repr(defense.rule))
         raise ValueError(
@@ -422,10 +480,10 @@ def device_of(defense: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
-def check_indices(result: EvaluationResult, expected: int) -> None:
+def check_indices(index: Tensor, expected: int) -> None:
     """Raise ValueError where several images have the same index: one would count for all."""
-    if len(result.index) < expected:
+    if len(index) < expected:
         raise ValueError(
-            f"{expected} images have {len(result.index)} different indices: give each image of a "
+            f"{expected} images have {len(index)} different indices: give each image of a "
             "data set an index of its own, by which its scores and its noise are kept"
         )

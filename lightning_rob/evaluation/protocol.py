@@ -11,7 +11,7 @@ from lightning_rob.attacks import Attack, evaluating
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.copies import fresh
 from lightning_rob.evaluation.groups import Unpack, fetch, unpacked
-from lightning_rob.randomness import Streams, derive_seed, seeded_global_rng
+from lightning_rob.randomness import Streams, generator_of, seeded_global_rng
 from lightning_rob.runtime.precision import in_float32
 
 # Keys of the noise for each purpose; they are part of every published figure.
@@ -111,11 +111,6 @@ class AttackerDefenderSession:
 def _as_made(defense: Defense) -> Defense:
     """Return a defense without what earlier predictions wrote into its copy, unless it adapts."""
     return defense if defense.transductive else fresh(defense)
-
-
-def generator_of(*keys: int) -> torch.Generator:
-    """Return a generator that these numbers seed."""
-    return torch.Generator().manual_seed(derive_seed(*keys))
 
 
 def evaluate_once(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_rob.evaluation.records import with_schema
+from lightning_rob.evaluation.records import SCHEMA, with_schema
 from lightning_rob.evaluation.store import PerImageRows
 from lightning_rob.runtime.files import atomic_write_text, check_regular
 
@@ -36,8 +36,9 @@ def write_result_file(
     draws: int,
     card: Mapping[str, Any],
     worst: Tensor,
+    more: Mapping[str, Sequence[Any]] | None = None,
 ) -> None:
-    """Write the CSV file and, beside it, its card; neither ever exists in part."""
+    """Write the CSV file with more columns and, beside it, its card."""
 
     def numbers(values: Tensor, digits: int = 7) -> list[str]:
         return ["" if math.isnan(v) else f"{v:.{digits}g}" for v in values.tolist()]
@@ -57,10 +58,17 @@ def write_result_file(
             columns[f"{name}_rejected"] = numbers(rows.rejected[:, j].mean(1))
         for r in range(inferences) if inferences > 1 else ():
             columns[f"{name}_inference_{r + 1}"] = numbers(rows.scores[:, j, r])
+    if rows.known_noise is not None:
+        columns["known_noise"] = numbers(rows.known_noise)
     columns["worst"] = numbers(worst)
     columns["broken_by"] = [as_text(_broken_by(names, scores)) for scores in means.tolist()]
     columns["draws"] = [draws] * len(means)
     columns["checksum"] = rows.checksum.tolist()
+    write_table(path, columns | {name: list(values) for name, values in (more or {}).items()}, card)
+
+
+def write_table(path: Path, columns: Mapping[str, list[Any]], card: Mapping[str, Any]) -> None:
+    """Write columns of equal length as CSV and a card beside it; neither ever exists in part."""
     table = io.StringIO()
     lines = csv.writer(table, lineterminator="\n")
     lines.writerow(map(as_text, columns))
@@ -105,6 +113,8 @@ def read_result_file(path: Path | str) -> ResultFile:
     try:
         check_regular(card_path)
         card = json.loads(card_path.read_text())
+        if card["schema"] != SCHEMA:
+            raise ValueError(f"its schema is {card['schema']}, this version reads {SCHEMA}")
         with path.open(newline="") as file:
             head, *lines = list(csv.reader(file))
         head = list(map(name_of, head))

@@ -25,13 +25,13 @@ from lightning_rob.evaluation.findings import (
 from lightning_rob.evaluation.power import Power, finding_of
 from lightning_rob.evaluation.records import Result, measured, threat_model_card
 from lightning_rob.evaluation.result_file import write_result_file
-from lightning_rob.evaluation.store import PerImageRows
+from lightning_rob.evaluation.store import KNOWN, PerImageRows
+from lightning_rob.evaluation.worst import WORST as WORST
 from lightning_rob.evaluation.worst import Worst, worst_case
 from lightning_rob.metrics import Paired, paired, student
 from lightning_rob.runtime.identity import attack_spec
 from lightning_rob.tables import CLEAN, table_text
 
-WORST = "worst"
 FEWEST_BROKEN, MOST_BROKEN = 10, 0.9  # images that one class must take to be suspicious
 FEWEST_OF_CLASS = 5  # images of each class: where a class has as many, 0.7 % of samples lack it
 
@@ -243,6 +243,27 @@ class EvaluationResult:
         details = {"submissions": times, "interval_covers": self.covers}
         return measured(name, each, 0.0, {**self.details, **details})
 
+    @property
+    def known_noise(self) -> Result:
+        """The accuracy against an attacker who knows the noise of the first prediction.
+
+        A defense that draws its noise from a seed, a counter or the image is as strong as its
+        attacker is ignorant of it. The attacker sees the copies, and the member of a randomized
+        ensemble, that will predict, and takes the best of PGD on them and of all attacks within
+        its threat, the first attack's.
+
+        Raises:
+            ValueError: it was not measured, or the defense predicts without noise.
+        """
+        scores = self.rows.known_noise
+        if scores is None:
+            raise ValueError(
+                "known_noise is measured for defenses that predict at random, by known_noise=True"
+            )
+        attack = next(iter(self.attacks.values()))
+        details = {**self.details, "ball": str(attack.threat), "interval_covers": "images"}
+        return measured(KNOWN, scores[~scores.isnan()].double(), 0.0, details)
+
     def distances(self, name: str) -> Tensor:
         """Return how far each image [N] had to be moved until the defense was always wrong.
 
@@ -335,10 +356,16 @@ class EvaluationResult:
         findings = [record(finding) for finding in self.findings if finding.flagged]
         return {**self.details, **known, **({"findings": findings} if findings else {})}
 
-    def save(self, path: Path | str, card: Mapping[str, Any] | None = None) -> None:
-        """Write the per-image scores as CSV and, beside it, the card with more fields as JSON."""
+    def save(
+        self,
+        path: Path | str,
+        card: Mapping[str, Any] | None = None,
+        columns: Mapping[str, Sequence[Any]] | None = None,
+    ) -> None:
+        """Write the per-image scores as CSV and, beside it, the card as JSON, with more of both."""
         worst, card = self.per_image(WORST), self.card() | dict(card or {})
-        write_result_file(Path(path), self.names, self.rows, self.draws, card, worst)
+        own = self.names, self.rows, self.draws
+        write_result_file(Path(path), *own, card, worst, columns)
 
     def __str__(self) -> str:
         return self.table()
@@ -371,10 +398,13 @@ def worst_measurement(results: Sequence[EvaluationResult]) -> Result:
     details |= {"findings": list(found.values())} if found else {}
     worst = first.worst if len(results) == 1 else worst_over(results)
     attacks = [(name, attack) for result in results for name, attack in result.attacks.items()]
-    details |= worst.details(result.index for result in results)
     details |= {"over": [name for name, _ in attacks]}
     if len(results) == 1 and not math.isnan(blind := first.blind(WORST)):
         details["blind"] = blind
+    if measuring := [one for one in results if one.rows.known_noise is not None]:
+        known = measuring[-1].known_noise
+        of = {"accuracy": known.accuracy, "interval": known.interval, "n": known.n}
+        details[KNOWN] = of | {"ball": known.details["ball"]}
     if last.rows.rejected is not None:
         details["accepted_wrong"] = 1 - float(worst_over(results, fooled=True).scores.mean())
     threats = {str(attack.threat): attack_spec(attack.threat) for _, attack in attacks}
@@ -382,5 +412,4 @@ def worst_measurement(results: Sequence[EvaluationResult]) -> Result:
         (details["ball"], details["threat"]), *_ = threats.items()
     else:
         details["ball"] = "several"
-    draws = worst.scores if last.private_draws > 1 else None
-    return measured(WORST, worst.scores.mean(1), 0.0, details, draws)
+    return worst.row(details, (result.index for result in results), last.private_draws)

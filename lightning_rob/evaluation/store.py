@@ -11,6 +11,8 @@ from torch import Tensor
 from lightning_rob.evaluation.resume_log import BatchOutcome, ResumeLog, checksums
 from lightning_rob.metrics import PerImage
 
+KNOWN = "known_noise"
+
 
 def predicted_class(probabilities: Tensor, rejects: int | None = None) -> Tensor:
     """Return the most probable class [B] of [B, K]; -1 for a rejected or non-finite prediction."""
@@ -31,6 +33,7 @@ class PerImageRows:
     checksum: Tensor  # [N]
     rejected: Tensor | None = None  # [N, A, R]; None of a defense that rejects nothing
     blind: Tensor | None = None  # [N, A]; NaN where an attack asked for no gradients
+    known_noise: Tensor | None = None  # [N] the score with known noise; NaN where not measured
 
 
 class PerImageResults:
@@ -45,12 +48,12 @@ class PerImageResults:
         joint: bool = False,
     ) -> None:
         self.names, self.inferences, self.folder = tuple(names), inferences, folder
-        # Scores and rejections by inference, sizes, blindness; and predictions, label, checksum,
-        # which are exact.
-        self.floats = PerImage(len(names) * (2 * inferences + 2)).to(device)
+        # Scores and rejections by inference, sizes, blindness, the score with known noise; and
+        # predictions, label, checksum, which are exact.
+        self.floats = PerImage(len(names) * (2 * inferences + 2) + 1).to(device)
         self.integers = PerImage(len(names) + 2, torch.int64).to(device)
         self.checksums: dict[int, int] = {}  # of this process's images, by index
-        self.log = None if folder is None else ResumeLog(folder, names, inferences, joint)
+        self.log = None if folder is None else ResumeLog(folder, (*names, KNOWN), inferences, joint)
 
     def cached(self, x: Tensor, y: Tensor, index: Tensor) -> dict[str, BatchOutcome]:
         """Return the outcomes of a batch that the log of an earlier run has, by name."""
@@ -64,9 +67,14 @@ class PerImageResults:
             self.log.add(x, y, index, name, outcome, seconds)
 
     def add_batch(
-        self, x: Tensor, y: Tensor, index: Tensor, outcomes: Sequence[BatchOutcome]
+        self,
+        x: Tensor,
+        y: Tensor,
+        index: Tensor,
+        outcomes: Sequence[BatchOutcome],
+        known_noise: Tensor | None = None,
     ) -> None:
-        """Add the outcomes of a batch, one for each of the names."""
+        """Add the outcomes of a batch, one for each of the names, and scores [B] of known noise."""
         known = checksums(x)
         for number, checksum in zip(index.tolist(), known, strict=True):
             if self.checksums.setdefault(number, checksum) != checksum:
@@ -76,7 +84,9 @@ class PerImageResults:
                 )
         here = [BatchOutcome(*(part.to(index.device) for part in one)) for one in outcomes]
         scores, predictions, sizes, rejected, blind = zip(*here, strict=True)
-        single = [torch.stack(sizes, 1), torch.stack(blind, 1)]
+        unknown = torch.full_like(sizes[0], torch.nan)
+        known_noise = unknown if known_noise is None else known_noise.to(unknown)
+        single = [torch.stack(sizes, 1), torch.stack(blind, 1), known_noise[:, None]]
         floats = torch.cat([*scores, *rejected, *single], 1).float()
         about = [*predictions, y, torch.tensor(known)]
         self.floats.update(index, floats.to(index.device))
@@ -96,15 +106,15 @@ class PerImageResults:
         index, floats = self.floats.rows()
         _, integers = self.integers.rows()
         count = len(self.names)
+        floats, known = floats[:, :-1], floats[:, -1]
         both = floats[:, : -2 * count].reshape(len(floats), 2, count, self.inferences)
         scores, rejected = both.unbind(1)
         predictions, label, checksum = torch.split(integers, [count, 1, 1], 1)
         sizes, blind = floats[:, -2 * count :].chunk(2, 1)
         # The log has -1 for NaN, which JSON lacks.
         blind = blind.masked_fill(blind < 0, torch.nan)
-        return PerImageRows(
-            index, label[:, 0], scores, predictions, sizes, checksum[:, 0], rejected, blind
-        )
+        own = index, label[:, 0], scores, predictions, sizes, checksum[:, 0], rejected, blind
+        return PerImageRows(*own, None if known.isnan().all() else known)
 
     def copy_images(self, folder: Path) -> None:
         """Copy the images that were saved beside the log to another folder."""

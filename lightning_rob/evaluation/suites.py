@@ -1,8 +1,10 @@
 """Which attacks each kind of defense calls for."""
 
+import math
 from dataclasses import dataclass, replace
 
 from lightning_rob.attacks import (
+    ARC,
     GMSA,
     PAA,
     PGD,
@@ -13,7 +15,6 @@ from lightning_rob.attacks import (
     Square,
     SurrogateTransforms,
     TransferFromStatic,
-    arc_suite,
 )
 from lightning_rob.attacks.auto import (
     AGGMO,
@@ -25,7 +26,12 @@ from lightning_rob.attacks.auto import (
     surrogate_for,
 )
 from lightning_rob.attacks.controls import RandomCorners, RandomStart
-from lightning_rob.defenses import Defense, random_transforms_in
+from lightning_rob.defenses import (
+    Defense,
+    Ensemble,
+    is_transform_ensemble,
+    random_transforms_in,
+)
 from lightning_rob.objectives import (
     ce_of_mean_logits,
     ce_of_rule,
@@ -61,7 +67,7 @@ def default_attacks(defense: Defense, threat: Threat) -> dict[str, Attack]:
             f"a {type(defense).__name__} adapts to its attacker: name the attacks that rehearse "
             "it, such as --suite callbacks/gmsa_avg.yaml"
         )
-    steps, draws = 20, DRAWS if defense.kind == "random_transforms" else None
+    steps, draws = 20, DRAWS if defense.resamples else None
     pgd = PGD(threat, steps, threat.eps / 4, draws=draws, random_start=False)
     attacks: dict[str, Attack] = {
         "adaptive_pgd": pgd,
@@ -69,13 +75,15 @@ def default_attacks(defense: Defense, threat: Threat) -> dict[str, Attack]:
         "adaptive_pgd_restarts": replace(pgd, restarts=5, random_start=True),
     }
     # Not `suite_kind`: boosting adds the other members later.
-    if defense.kind == "ensemble" and defense.rule is random_member and not threat.relative:
+    if isinstance(defense, Ensemble) and defense.rule is random_member and not threat.relative:
         attacks |= _on_members(threat, steps)
     return attacks
 
 
 def _on_members(threat: Threat, steps: int) -> dict[str, Attack]:
-    return {"arc": arc_suite(threat, steps)["arc"], "climb": LatticeClimber(threat, 2 * steps)}
+    radius = threat.eps if threat.p == math.inf else threat.eps / 4  # as in the ARC paper
+    paper = ARC(threat, steps, radius, early_stop=True)
+    return {"arc": paper, "climb": LatticeClimber(threat, 2 * steps)}
 
 
 @dataclass(frozen=True)
@@ -129,7 +137,7 @@ def suite_for(
 
 def _on_differentiable(defense: Defense, attack: Attack) -> Attack:
     """Return the attack on members that have a gradient; where none has, on each network (TAA)."""
-    if defense.kind != "transform_ensemble":
+    if not is_transform_ensemble(defense):
         return attack
     with_gradient = any(kind.differentiable for kind in defense.transforms.values())
     return OnDifferentiable(attack) if with_gradient else TAA(attack)

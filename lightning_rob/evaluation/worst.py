@@ -6,16 +6,19 @@ nine attacks that change nothing took a random defense from 78 % to 58 %. There 
 on one half of the predictions and scored on the other half, then the other way round.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_rob.attacks.contexts import evaluating
 from lightning_rob.defenses import Defense
+from lightning_rob.evaluation.records import Result, measured
 from lightning_rob.randomness import Streams, derive_seed, seeded_global_rng
 
+WORST = "worst"
 COMMON = "those that all attacks have"
 PRIOR = 4  # predictions of an image that an attack's mean over all images counts for
 ROUNDING = 1e-5  # relative to the largest logit: what a deterministic network's logits may differ
@@ -35,10 +38,15 @@ class Worst:
     scores: Tensor
     choice: str
 
-    def details(self, indices: Iterable[Tensor]) -> dict[str, str]:
-        """Return fields of the record: the choice, and which images if an attack has more."""
-        left_out = any(len(index) > len(self.index) for index in indices)
-        return {"choice": self.choice} | ({"images": COMMON} if left_out else {})
+    def row(
+        self, details: Mapping[str, Any], indices: Iterable[Tensor], private_draws: int = 1
+    ) -> Result:
+        """Return the row `worst` of a table over attacks on images of these indices."""
+        found = {**details, "choice": self.choice}
+        if any(len(index) > len(self.index) for index in indices):
+            found["images"] = COMMON
+        draws = self.scores if private_draws > 1 else None
+        return measured(WORST, self.scores.mean(1), 0.0, found, draws)
 
 
 def worst_case(

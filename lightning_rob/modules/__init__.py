@@ -3,7 +3,7 @@
 from lightning_rob.modules.adp import ADP
 from lightning_rob.modules.at import AdversarialTraining
 from lightning_rob.modules.base import RobustModule
-from lightning_rob.modules.bat import BAT, IAT, SequentialTraining
+from lightning_rob.modules.bat import BARRE, BAT, IAT, SequentialTraining
 from lightning_rob.modules.dverge import DVERGE
 from lightning_rob.modules.free import FreeTraining
 from lightning_rob.modules.gal import GAL
@@ -15,6 +15,7 @@ from lightning_rob.modules.trs import TRS
 
 __all__ = [
     "ADP",
+    "BARRE",
     "BAT",
     "DANN",
     "DVERGE",

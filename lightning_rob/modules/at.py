@@ -93,7 +93,7 @@ class AdversarialTraining(RobustModule):
         at_least(1, draws=draws)
         self.net = (net(),)  # a tuple: a second submodule would save the weights twice
         self.defense = defense(self.net[0])
-        if (trades_beta, mart_beta) != (None, None) and self.defense.kind != "single":
+        if (trades_beta, mart_beta) != (None, None) and not isinstance(self.defense, Single):
             name = "MART" if trades_beta is None else "TRADES"
             raise ValueError(f"{name} is for a single network, got {type(self.defense).__name__}")
         self.attack, self.fraction = attack, fraction

@@ -1,4 +1,4 @@
-"""Boosted (BAT) and independent (IAT) adversarial training: members one after another."""
+"""Ensembles whose members are trained one after another: BAT, BARRE and IAT."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
@@ -9,14 +9,18 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from lightning_rob.attacks import Attack
+from lightning_rob.attacks import Attack, LatticeClimber
+from lightning_rob.data.base import labelled_images
 from lightning_rob.defenses import Defense, Ensemble, Single
 from lightning_rob.defenses.ensemble import sampling_probabilities
 from lightning_rob.defenses.network import network_logits
+from lightning_rob.evaluation.optimal_sampling import optimal_sampling
 from lightning_rob.modules.base import RobustModule
 from lightning_rob.modules.joint import new_members
 from lightning_rob.objectives import classification_loss
+from lightning_rob.runtime.errors import at_least
 
 
 class SequentialTraining(RobustModule):
@@ -167,3 +171,97 @@ class IAT(SequentialTraining):
 
     def attack_target(self) -> Defense:
         return Single(self.trainable_network())
+
+
+class BARRE(SequentialTraining):
+    """Boosting for robust randomized ensembles (Dbouk and Shanbhag, ICML 2023).
+
+    Each member starts from the weights of the one before, and is trained on adversarial images of
+    the ensemble that it joins. The members are equally probable, until a search finds better
+    probabilities: from half of a member's epochs on, and after its last one.
+
+    Args:
+        net: builds a network, [B, C, H, W] -> [B, K]; called once per member.
+        attack: makes the adversarial images; the paper's is PGD on `ce_of_mean_probs`.
+        epochs: number of training epochs, the same for all members or one per member.
+        search: attack under which `optimal_sampling` compares probabilities; None is
+            `LatticeClimber` of ten steps within the threat of training.
+        search_from: number of members from which on there is a search; the authors' code has 4.
+        search_every: epochs between two searches.
+        search_images: number of training images, not augmented, that a search attacks.
+        **options: arguments of `SequentialTraining`, without `probs`.
+    """
+
+    def __init__(
+        self,
+        net: Callable[[], nn.Module],
+        attack: Attack,
+        epochs: int | list[int],
+        search: Attack | None = None,
+        search_from: int = 4,
+        search_every: int = 10,
+        search_images: int = 2048,
+        **options: Any,
+    ) -> None:
+        at_least(1, search_every=search_every, search_images=search_images)
+        if options.get("probs") is not None:
+            raise ValueError("BARRE finds its probabilities by itself: leave out probs")
+        super().__init__(net, attack, epochs, **options)
+        if self.stage:  # the members before it keep the weights of their checkpoints
+            self._start_from_the_one_before()
+        self.search = search or LatticeClimber(attack.threat, 10)
+        self.search_from = search_from
+        self.search_every, self.search_images = search_every, search_images
+
+    def attack_target(self) -> Defense:
+        return self.first_members(self.stage + 1)
+
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        if self.search_from <= len(self.members) and labelled_images(self.trainer) is None:
+            raise MisconfigurationException(
+                "BARRE attacks training images to find its probabilities: use a data module of "
+                "lightning_rob.data, or set model.search_from above the number of members"
+            )
+
+    def on_train_epoch_start(self) -> None:
+        before = self.stage
+        super().on_train_epoch_start()
+        if self.stage != before:
+            self._start_from_the_one_before()
+            self._set_probabilities(sampling_probabilities(None, len(self.members)))
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()  # a member's best weights first
+        epochs, members = self.epochs[self.stage], self.stage + 1
+        done = self.current_epoch + 1 - sum(self.epochs[: self.stage])
+        late = done - epochs // 2
+        due = done == epochs or (late > 0 and late % self.search_every == 0)
+        if not due or members < self.search_from:
+            return
+        data = labelled_images(self.trainer)
+        assert data is not None
+        found = optimal_sampling(
+            self.first_members(members),
+            self.search,
+            DataLoader(data, batch_size=128),
+            seed=self.seed,
+            max_images=self.search_images,
+        )
+        share = members / len(self.members)  # of the members that are there
+        self._set_probabilities(torch.cat([found.probs.float() * share, self.probs[members:]]))
+
+    def _start_from_the_one_before(self) -> None:
+        self.members[self.stage].load_state_dict(self.members[self.stage - 1].state_dict())
+
+    def _set_probabilities(self, probs: Tensor) -> None:
+        self.probs = probs
+        self._defenses.clear()  # which have the old ones
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["staged"]["probs"] = self.probs
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        self._set_probabilities(self.saved_state(checkpoint, "staged")["probs"])

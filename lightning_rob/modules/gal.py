@@ -23,7 +23,7 @@ class GAL(JointTraining):
     The loss is the mean of the members' cross-entropies plus `strength` times `gal`. Its gradient
     differentiates the network twice. The second derivative of a ReLU is zero, so that the alignment
     term trains only weights of active units. The paper therefore uses networks with LeakyReLU,
-    whose units are always active.
+    whose units are always active, such as `SmallCNN(slope=0.1)`.
 
     Args:
         net: builds a network, [B, C, H, W] -> [B, K]; called once per member.

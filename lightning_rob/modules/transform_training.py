@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from lightning_rob.attacks import evaluating
 from lightning_rob.data.base import ImageData
-from lightning_rob.data.transformed import CHUNK, TransformedCache
+from lightning_rob.data.transformed import CHUNK, TransformedImages
 from lightning_rob.defenses.network import network_logits
 from lightning_rob.defenses.transform_ensemble import TransformEnsemble, transformed
 from lightning_rob.evaluation.groups import unpacked
@@ -71,7 +71,6 @@ class TransformTraining(RobustModule):
         draw_seed: seed of the draw where `transforms` asks for one.
         folder: where the weights of finished sub-models are saved, a file each; sub-models that are
             there already are not trained again.
-        cache: folder for transformed images; None keeps them in memory while they are needed.
         lr_scheduler: optimizer -> schedule, stepped once an epoch and restarted for each sub-model.
 
     Raises:
@@ -89,7 +88,6 @@ class TransformTraining(RobustModule):
         rule: Rule = mean_probs,
         draw_seed: int = 0,
         folder: str | None = None,
-        cache: str | None = None,
         optimizer: OptimizerCallable = torch.optim.Adam,
         lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
@@ -99,11 +97,11 @@ class TransformTraining(RobustModule):
         self.names = list(self.transforms)
         self.members = nn.ModuleList(net() for _ in self.names)
         self.epochs, self.patience, self.rule = epochs, patience, rule
-        self.folder, self.cache = folder, cache
+        self.folder = folder
         self.pending = list(range(len(self.names)))
         self.current: list[int] = []  # the sub-model of each rank, in the order of ranks
         self.state = TrainingState()
-        self.images: dict[str, TransformedCache] = {}
+        self.images: dict[str, TransformedImages] = {}
         self.transformed_images: dict[str, Tensor] = {}
 
     @property
@@ -150,12 +148,12 @@ class TransformTraining(RobustModule):
                     "data.val_size to 1 or more"
                 )
             if not data.parts["train"].augmentations:
-                self.images["train"] = TransformedCache(data.parts["train"], self.cache)
-            self.images["val"] = TransformedCache(data.parts["val"], self.cache)
-        elif self.trainer.world_size > 1 or self.folder or self.cache:
+                self.images["train"] = TransformedImages(data.parts["train"])
+            self.images["val"] = TransformedImages(data.parts["val"])
+        elif self.trainer.world_size > 1 or self.folder:
             raise MisconfigurationException(
-                "TransformTraining by several processes, or with a folder or a cache, needs one of "
-                "the data modules of lightning_rob.data, which know each image by its index"
+                "TransformTraining by several processes, or with a folder, needs one of the data "
+                "modules of lightning_rob.data, which know each image by its index"
             )
         # Rank 0 alone reads the folder, which others may not see.
         finished = self.trainer.strategy.broadcast(self._finished_weights())
@@ -278,7 +276,7 @@ class TransformTraining(RobustModule):
             batches = (unpacked(self.unpack(batch)) for batch in loader)
             pairs = ((x, int(y)) for xs, ys, _ in batches for x, y in zip(xs, ys, strict=True))
             served = [(x, y, number) for number, (x, y) in enumerate(pairs)]
-            self.images["val"] = TransformedCache(served)
+            self.images["val"] = TransformedImages(served)
         net, images, y = self.trainable_network(), self._transformed("val"), self.images["val"].y
         losses = []
         with evaluating(net) as net:

@@ -7,6 +7,8 @@ from torch import Tensor, distributed, nn
 from torch.func import functional_call
 from torch.nn.utils import parameters_to_vector
 
+from lightning_rob.threat import divisor
+
 TINY = 1e-20
 
 
@@ -39,7 +41,7 @@ def loss_at_perturbed_weights(
     )
     # v is a constant to autograd: the gradient by w is the one at w + v, and w never changes.
     moved = {
-        name: weight + gamma * weight.detach().norm() / gradient.norm().clamp_min(TINY) * gradient
+        name: weight + gamma * weight.detach().norm() / divisor(gradient.norm(), TINY) * gradient
         for (name, weight), gradient in zip(
             weights.items(), _mean_over_processes(gradients), strict=True
         )

@@ -9,9 +9,10 @@ from lightning_rob.nets.normalize import Normalize
 from lightning_rob.nets.pooling import spatial_mean
 
 
-def _stage(inputs: int, width: int) -> nn.Sequential:
+def _stage(inputs: int, width: int, slope: float = 0.0) -> nn.Sequential:
     conv = nn.Conv2d(inputs, width, 3, padding=1, bias=False)
-    return nn.Sequential(conv, nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(2))
+    activation = nn.LeakyReLU(slope) if slope else nn.ReLU()
+    return nn.Sequential(conv, nn.BatchNorm2d(width), activation, nn.MaxPool2d(2))
 
 
 def _head(inputs: int, hidden: int, classes: int) -> nn.Sequential:
@@ -30,6 +31,7 @@ class SmallCNN(nn.Module):
         width: channels of the first convolution; the others have 2 and 4 times as many.
         mean: [C] of images in [0, 1]; None: MNIST's for grey, CIFAR-10's for colour.
         std: [C], likewise.
+        slope: slope of the activations below zero: 0 is ReLU, another one LeakyReLU.
     """
 
     def __init__(
@@ -39,12 +41,13 @@ class SmallCNN(nn.Module):
         width: int = 16,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
+        slope: float = 0.0,
     ) -> None:
         super().__init__()
         self.normalize = Normalize.usual(channels, mean, std)
-        self.layer1 = _stage(channels, width)
-        self.layer2 = _stage(width, 2 * width)
-        self.layer3 = _stage(2 * width, 4 * width)
+        self.layer1 = _stage(channels, width, slope)
+        self.layer2 = _stage(width, 2 * width, slope)
+        self.layer3 = _stage(2 * width, 4 * width, slope)
         self.linear = nn.Linear(4 * width, classes)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -11,9 +11,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import IO, Any
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 MANIFEST_SUFFIX = ".sha256"
@@ -45,6 +43,8 @@ def name_beside(name: str, suffix: str) -> str:
 
 def atomic_save(content: object, path: Path) -> None:
     """Write by `torch.save` through `atomic_write`."""
+    import torch  # a report reads records without it
+
     # Writing straight to a full disk, torch only reports "unexpected pos 576 vs 534".
     buffer = io.BytesIO()
     torch.save(content, buffer)
@@ -65,15 +65,25 @@ def append_lines(path: Path, lines: Iterable[str]) -> None:
         end = file.seek(0, os.SEEK_END)
         if end and os.pread(file.fileno(), 1, end - 1) != b"\n":
             content = b"\n" + content  # end the line that a crash cut off
-        if file.write(content) < len(content):
-            file.truncate(end)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        append_whole(file, content)
+
+
+def append_whole(file: IO[bytes], content: bytes) -> None:
+    """Append to an open, unbuffered file: all of the content or, after an error, none."""
+    end = file.seek(0, os.SEEK_END)
+    try:
+        while content:  # a disk that fills takes a part first
+            content = content[file.write(content) :]
         os.fsync(file.fileno())
+    except OSError as error:
+        file.truncate(end)
+        error.filename = error.filename or file.name
+        raise
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of a file of JSON lines, if there is one; skip a line that was cut off."""
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
         try:
             content = json.loads(line)
         except (ValueError, RecursionError):

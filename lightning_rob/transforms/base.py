@@ -40,6 +40,11 @@ class Transform(ABC):
     odd: ClassVar[str] = ""  # the argument with the sides of kernels, which are odd
 
     def __post_init__(self) -> None:
+        if hidden := [f.name for f in fields(self) if f.name != "p" and hasattr(Transform, f.name)]:
+            raise TypeError(
+                f"{self.class_name} has an argument {hidden[0]!r}, which every transform has "
+                "with another meaning: give it another name"
+            )
         limits = {name: (low, high) for name, low, high in self.limits}
         limits |= {"alpha": (0, 1), "p": (0, 1)}
         for argument in fields(self):

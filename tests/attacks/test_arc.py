@@ -84,7 +84,34 @@ def test_algorithm_2(norm, eps, eta, alpha, neighbours, random_start):
     assert 0 < left.mean() < clean.mean() - 0.1
 
 
-# Theorem 4.2
+# Theorems 4.1 and 4.2
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+@pytest.mark.parametrize("members", [1, 2, 5])
+def test_theorem_4_1(norm, members):
+    """Adaptive PGD on two-class linear members takes its steps against one auxiliary classifier.
+
+    Its weights are the mean of the members', each times alpha and the probability of a mistake.
+    """
+    generator = torch.Generator().manual_seed(members)
+    w = torch.randn(members, 12, generator=generator).double()
+    b = 0.1 * torch.randn(members, generator=generator).double()
+    alpha = torch.rand(members, generator=generator).double()
+    alpha /= alpha.sum()
+    defense, threat = Ensemble(list(map(Hyperplane, w, b.tolist())), alpha), Threat(norm, 0.05)
+    x = torch.rand(20, 12, generator=generator).double().clamp(0.2, 0.8)
+    y = torch.randint(2, (20,), generator=generator)
+    side = torch.where(y == 1, 1.0, -1.0).double()[:, None]
+    mistaken = torch.sigmoid(-2 * side * ((x - 0.5) @ w.T + b))  # [B, M]
+    towards = -side * ((mistaken * alpha) @ w)  # [B, D]: the way to lower the lead
+    step = PGD(threat, 1, threat.eps, random_start=False)(defense, x, y) - x
+    torch.testing.assert_close(step, threat.eps * threat.steepest(towards), rtol=0, atol=1e-7)
+    # No perturbation of the ball lowers the auxiliary classifier's lead further.
+    others = threat.start(x.repeat(50, 1), Streams(torch.arange(1000))) - x.repeat(50, 1)
+    best = (step * towards).sum(1)
+    assert (best.repeat(50) >= (others * towards.repeat(50, 1)).sum(1) - 1e-9).all()
+    torch.testing.assert_close(best, threat.eps * threat.dual(towards), rtol=1e-6, atol=0)
 
 
 def opposed(norm, seed, dim, share=1.0, dtype=torch.float32):

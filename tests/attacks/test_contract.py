@@ -418,6 +418,26 @@ def test_any_mixture_of_types_strides_and_outputs(name, mixture):
     assert isinstance(attack, NoAttack) == torch.equal(x_adv, x)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "attack",
+    [ENTRIES[name][0] for name in (*FAMILIES, "arc-l2", "climb-l2", "pdgd-l2", "minimal-norm")]
+    + [PGD(L2, 3, 0.25), APGD(L2, 5), APGD(L2, 5, targets=2), FAB(L2, 5, 2), FAB(L2, 5, 0, 2)]
+    + [DeepFool(L2), Square(L2, 50), Auto(LINF, 60), PGD(L2, 3, 0.25, random_start=False)],
+    ids=lambda attack: type(attack).__name__,
+)
+def test_images_in_half_precision_without_a_gradient(attack, pair, dtype):
+    """Guards of divisions such as 1e-30 are 0 in float16."""
+    x, y = images(4, seed=31)
+    for net in pair.to(dtype).modules():
+        if isinstance(net, ConvNet):
+            net.register_forward_hook(lambda net, x, found: 0 * found - torch.arange(4))
+    x_adv = attack(pair, x.to(dtype), torch.zeros_like(y), seeded())
+    assert x_adv.dtype == dtype
+    assert (x_adv - x.to(dtype)).isfinite().all()
+    assert ((x_adv >= 0) & (x_adv <= 1)).all()
+
+
 @entries(*FAMILIES)
 def test_member_of_no_weight_is_not_attacked(attack, defense):
     """A member that never predicts changes nothing: alpha = (1, 0) is one network."""

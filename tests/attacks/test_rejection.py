@@ -220,8 +220,6 @@ def test_a_rule_that_abstains(name):
 class Adapting(Defense):
     """A detector that moves its offsets with the mean of the test batch."""
 
-    kind = "transductive"
-
     def __init__(self, net: nn.Module, shift: float = 0.0) -> None:
         super().__init__(torch.ones(1), mean_probs, rejects=CLASSES)
         self.net, self.shift = net, shift

@@ -1,5 +1,7 @@
 """The callback: what it logs, when, and on which images."""
 
+import json
+
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
@@ -138,6 +140,25 @@ def test_attacks_of_several_callbacks_are_one_evaluation(tmp_path, capsys):
     assert files == ["test-a+a_2.csv", "test-a_3.csv", "test-first_member-b.csv"]
     assert module.heard == [["a", "a_2", "a_3", "b", "worst"]]
     assert capsys.readouterr().out.count("┏") == 1  # one table
+
+
+@pytest.mark.parametrize("who", ["hook", "callback"])
+def test_what_is_raised_after_the_attacks_takes_no_record(tmp_path, who):
+    class Raises(RobustEval):
+        def log_more(self, pl_module, stage):
+            raise ArithmeticError
+
+    class Hook(AdversarialTraining):
+        def on_robust_evaluation(self, metrics):
+            raise ArithmeticError
+
+    module = Hook(TinyNet) if who == "hook" else AdversarialTraining(TinyNet)
+    callbacks = [RobustEval({"a": ATTACK}), Raises({"b": LONGER})][: 1 + (who == "callback")]
+    with pytest.raises(ArithmeticError):
+        trainer(*callbacks, logger=CSVLogger(tmp_path)).test(module, Blobs(), verbose=False)
+    (record,) = tmp_path.rglob("robust.jsonl")
+    names = [json.loads(line)["name"] for line in record.read_text().splitlines()]
+    assert names == [*("clean", "a", "b")[: 1 + len(callbacks)], "worst"]
 
 
 def test_clean_images_are_predicted_once_for_all_callbacks():

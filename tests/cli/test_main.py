@@ -87,12 +87,6 @@ def test_the_checkpoint_alone_rebuilds_the_ensemble(trained, tmp_path, monkeypat
     assert "worst" in capsys.readouterr().out
 
 
-def test_the_checkpoint_holds_no_live_objects(trained):
-    checkpoint = torch.load(trained / CKPT, weights_only=True)
-    recipe_text = checkpoint["lightning_rob_recipe"]
-    assert yaml.safe_load(recipe_text)["model"]["class_path"] == "lightning_rob.modules.BAT"
-
-
 def test_the_best_checkpoint_is_tested_if_a_metric_chooses_it(tmp_path):
     """Here that of the lowest validation accuracy, which is not the last one."""
     net = {"class_path": "tests.tiny.TinyNet"}

@@ -134,8 +134,8 @@ def test_options_without_a_meaning():
         ({"eps": 8.0, "norm": "linf"}, "--eps 8 holds every image, .* did you mean 8/255"),
         ({"eps": 8.0}, "--eps 8 holds every image"),  # of the training's norm
         ({"norm": "l1"}, "--norm must be linf or l2, got l1"),
-        ({"images": 0}, "--images must be at least 1, got 0"),
-        ({"seed": -1}, "--seed must be at least 0, got -1"),
+        ({"images": 0}, "images must be at least 1, got 0"),
+        ({"seed": -1}, "seed must be at least 0, got -1"),
     ):
         with pytest.raises(ValueError, match=message):
             audited_threat(AuditConfig(**options), SimpleNamespace(threat=Threat("linf", 0.1)))

@@ -60,7 +60,7 @@ def test_the_command_compares_attacks_and_checkpoints(tmp_path, capsys):
 
 
 def test_a_long_name_is_folded_before_a_number_is_cut(capsys):
-    name = "arc_two_radii → member_1_two_radii"
+    name = "adaptive_pgd_restarts → member_1_again"
     found = compared([(name, torch.ones(400), (torch.arange(400) < 100).float())])
     print_comparison("title", found, Console(width=80))
     rows = cells(capsys.readouterr().out)

@@ -222,7 +222,7 @@ def test_invalid_options():
         ({}, "say where the program goes to"),
         ({"out": Path("x.pt")}, "--out must name a file.pt2 or file.onnx, got 'x.pt'"),
         (program | {"format": "onnx"}, "--out must name a file.onnx, got 'x.pt2'"),
-        (program | {"images": 0}, "--images must be at least 1, got 0"),
+        (program | {"images": 0}, "images must be at least 1, got 0"),
         (program | {"format": "safetensors"}, "must name a folder for safetensors, got x.pt2"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -123,26 +123,3 @@ def test_the_first_alarm_of_any_model_ends_all(listed, trained, tmp_path, capsys
     error, url = capsys.readouterr().err, r"http://[\d.:]+/"
     assert f"third: watching {tmp_path / 'c'}; the history is {tmp_path / 'c'}" in error
     assert re.search(rf"serving page {url}, .*health check {url}healthz\n", error)
-
-
-def test_two_models_never_write_one_history(listed, trained, tmp_path, monkeypatch, capsys):
-    """Also if one of them is not there at the start, so that its folder was not compared."""
-    content = yaml.safe_load(listed.read_text())
-    del content["second"]
-    content["first"]["out"] = content["third"]["out"] = str(tmp_path / "home")
-    listed.write_text(yaml.safe_dump(content))
-
-    def sleep(seconds):
-        if seconds > 1 and not (tmp_path / "c").exists():
-            (tmp_path / "c").mkdir()
-            shutil.copy(trained / "run/version_0/checkpoints" / EPOCHS[3], tmp_path / "c")
-        elif seconds > 1:
-            (tmp_path / "done").touch()
-        clock[0] += seconds
-
-    clock = [0.0]
-    monkeypatch.setattr(loop.time, "sleep", sleep)
-    monkeypatch.setattr(loop, "monotonic", lambda: clock[0])
-    assert watch(listed, "--until", tmp_path / "done") == 2
-    assert sorted(evaluated(tmp_path / "home")) == EPOCHS[:2]
-    assert "third: first and third have one history" in capsys.readouterr().err

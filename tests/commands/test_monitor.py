@@ -327,20 +327,6 @@ def test_weights_and_model_count_and_nothing_is_evaluated_twice(trained, watched
     assert evaluated(watched) == found
 
 
-def test_a_history_of_an_earlier_version_goes_on_or_is_refused(trained, watched, put, capsys):
-    put(EPOCHS[0])
-    assert watch(trained, watched) == 0
-    record = watched / "monitor.jsonl"
-    old = [{k: v for k, v in x.items() if k not in ("stamp", "config")} for x in lines(watched)]
-    record.write_text("".join(json.dumps(line) + "\n" for line in old))
-    assert watch(trained, watched) == 0
-    assert evaluated(watched) == [EPOCHS[0]]
-    with record.open("a") as file:
-        file.write('{"event": "judged", "alarm": []}\n')
-    assert watch(trained, watched) == 2
-    assert "has events 'judged' of an earlier version" in capsys.readouterr().err
-
-
 def noisy(alpha):
     """Puts uniform noise before the net of a recipe."""
     transforms = {"UniformNoise": {"alpha": alpha}}
@@ -624,7 +610,11 @@ def test_ctrl_c_ends_it_with_130_and_a_second_monitor_is_refused(trained, watche
 
 def test_a_suite_of_its_own_where_none_is_given(trained, watched, put):
     put(EPOCHS[3])
-    run("monitor", watched, "--once", "--trainer.accelerator=cpu", "--data.test_size=8")
+    # What a fit has saved has a `ckpt_path`, here that of another run.
+    saved = yaml.safe_load((trained / "run/version_0/config.yaml").read_text())
+    (watched / "config.yaml").write_text(yaml.safe_dump(saved | {"ckpt_path": "gone.ckpt"}))
+    options = ("--config", watched / "config.yaml", "--trainer.logger=false")
+    run("monitor", watched, "--once", "--trainer.accelerator=cpu", "--data.test_size=8", *options)
     found = {line["name"]: line for line in lines(watched) if "name" in line}
     pgds = [f"adaptive_pgd{kind}" for kind in ("", "_logits", "_restarts")]
     assert list(found) == ["clean", *pgds, "arc", "climb", "worst"]

@@ -14,7 +14,7 @@ from lightning_rob.commands.tune import TuneConfig
 from lightning_rob.commands.tune.space import Budget, Space, replaced, value_at
 from lightning_rob.commands.tune.study import Record, Search, Study, read_trials
 from tests.forked import Forked
-from tests.tiny import arc, pgd, recipe, robust_eval, run
+from tests.tiny import ROOT, arc, pgd, recipe, robust_eval, run
 
 LR = "model.init_args.optimizer.init_args.lr"
 WIDTH = "model.init_args.net.init_args.width"
@@ -229,6 +229,16 @@ def test_dotted_keys_reach_into_lists_and_a_wrong_one_names_the_nearest():
         lists.initial(TRANSFORMED)
 
 
+def test_the_shipped_space_fits_its_recipe(capsys):
+    with pytest.raises(SystemExit):
+        run("fit", "--config", "rt_digits", "--print_config")
+    whole = yaml.safe_load(capsys.readouterr().out)
+    space = Space.read(yaml.safe_load((ROOT / "configs/spaces/tune_digits.yaml").read_text()))
+    assert space.contains(space.initial(whole))
+    attacks = value_at(replaced(whole, space.trial), "trainer.callbacks+.1.init_args.attacks")
+    assert {f"val/robust/{name}" for name in attacks} == {*space.objective}
+
+
 def test_the_objective_is_the_weighted_sum():
     weighted = {"a": 1, "b": 2.0, "c": 0}
     space = Space.read({"variables": {"x": [0, 1]}, "objective": weighted})
@@ -344,6 +354,7 @@ def with_(**sections):
         (with_(trial={"trainer.max_epochs": "few"}), [], "max_epochs"),
         (SPACE, ["--space=none.yaml"], "none.yaml cannot be read as a search space: "),
         (SPACE, ["--warm_start=none.jsonl"], "no trials in none.jsonl"),
+        (SPACE, ["--config={ckpt_path: last.ckpt}"], "leave out the ckpt_path last.ckpt"),
         (SPACE, ["--trainer.devices=2"], "a trial runs on one device, got 2"),
         (SPACE, ["--ray"], "pip install 'lightning-rob[ray]'"),
     ],

@@ -216,7 +216,6 @@ def test_base_model_and_adapted_model(name):
     defense = ADAPTING[name](trained())
     final = defense.adapt(images(6)[0], seeded(0))
     assert final.transductive
-    assert final.kind == "transductive"
     assert final.base_model.net is defense.net
     assert defense.adapted_model.net is defense.net
     assert final.adapted_model.net is (final.adapted or defense.net)

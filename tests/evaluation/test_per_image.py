@@ -250,12 +250,15 @@ def test_a_row_by_hand(tmp_path, inferences):
 
 
 def test_another_file_is_no_record(tmp_path):
-    none = '{"attacks": {}}'
+    none = '{"schema": 1, "attacks": {}}'
     for text, card in (("<html>", "{}"), ("index,label\n1,2\n", none), ("", none)):
         (tmp_path / "a.csv").write_text(text)
         (tmp_path / "a.json").write_text(card)
         with pytest.raises(ValueError, match=r"a\.csv is not a record"):
             read_result_file(tmp_path / "a.csv")
+    (tmp_path / "a.json").write_text(none.replace("1", "2"))
+    with pytest.raises(ValueError, match="its schema is 2, this version reads 1"):
+        read_result_file(tmp_path / "a.csv")
 
 
 def test_images_are_saved_without_loss(tmp_path):

@@ -1,12 +1,18 @@
-"""BAT and IAT: what each member is trained on."""
+"""BAT, BARRE and IAT: what each member is trained on, and starts from."""
+
+from functools import partial
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback
 from torch import nn
+from torch.utils.data import DataLoader
 
-from lightning_rob.modules import BAT, IAT
-from tests.modules.support import Spy, batch
-from tests.tiny import TinyNet
+from lightning_rob import PGD, Ensemble, Threat, optimal_sampling
+from lightning_rob.modules import BARRE, BAT, IAT
+from tests.modules.support import Spy, batch, quiet_trainer
+from tests.tiny import Blobs, TinyNet
 
 
 def test_each_bat_member_is_trained_on_images_of_the_members_before_it():
@@ -28,6 +34,52 @@ def test_each_iat_member_is_trained_on_its_own_images():
     for module.stage in range(2):
         module.loss(*batch())
         assert spy.calls[-1][0].classifiers == [module.members[module.stage]]
+
+
+class Recording(Callback):
+    """Keeps what a member starts from, and the probabilities at each epoch's end."""
+
+    def __init__(self):
+        self.starts, self.probs = [], []
+
+    def on_train_batch_start(self, trainer, module, _, index):
+        if index == 0:  # after the module's own start of the epoch
+            self.starts.append([module.members[i].last.weight.clone() for i in range(2)])
+
+    def on_train_epoch_end(self, trainer, module):
+        self.probs.append(module.probs.clone())  # callbacks come before the module
+
+
+def test_barre_goes_on_from_the_member_before_and_searches_the_probabilities():
+    seen, attack = Recording(), PGD(Threat("linf", 0.1), 3, 0.05, random_start=False)
+    options = {"monitor": None, "search": attack, "search_from": 2, "search_every": 1}
+    adam = partial(torch.optim.Adam, lr=0.01)
+    module = BARRE(TinyNet, attack, 2, members=2, optimizer=adam, **options)
+    assert module.attack_target().classifiers == list(module.members)[:1]
+    data = Blobs()
+    quiet_trainer(max_epochs=4, callbacks=[seen]).fit(module, data)
+    assert module.attack_target().classifiers == list(module.members)
+    first, second = seen.starts[2]
+    assert torch.equal(first, second) and not torch.equal(*seen.starts[0])
+    assert seen.probs[0].tolist() == seen.probs[2].tolist() == [0.5, 0.5]
+    images = DataLoader(data.labelled(), 128)
+    optimal = optimal_sampling(Ensemble(module.members), attack, images)
+    assert optimal.accuracy > optimal.trail[0, -1]  # equal ones are not the best
+    torch.testing.assert_close(module.defense.weights, optimal.probs.float(), atol=0.02, rtol=0)
+    saved = {}
+    module.on_save_checkpoint(saved)
+    again = BARRE(TinyNet, attack, epochs=2, members=2)
+    again.on_load_checkpoint(saved)
+    assert torch.equal(again.defense.weights, module.defense.weights)
+
+
+def test_barre_without_images_to_search_or_with_probabilities_is_refused():
+    with pytest.raises(ValueError, match="finds its probabilities by itself"):
+        BARRE(TinyNet, Spy(), epochs=1, probs=[0.9, 0.1])
+    module = BARRE(TinyNet, Spy(), epochs=1, members=2, monitor=None, search_from=2)
+    loader = DataLoader(list(zip(*batch(), strict=True)), 4)
+    with pytest.raises(MisconfigurationException, match="use a data module of"):
+        quiet_trainer(max_epochs=2).fit(module, loader, loader)
 
 
 def test_attack_targets_and_defenses_share_the_members_and_are_not_saved():

@@ -20,6 +20,14 @@ METHODS = {
     "AdversarialTraining": {"attack": pgd(), "fraction": 0.5},
     "BAT": {"attack": pgd(), "epochs": 2, "probs": [0.9, 0.1]},
     "IAT": {"attack": pgd(), "epochs": 2},
+    "BARRE": {
+        "attack": pgd(),
+        "epochs": 2,
+        "search": pgd(),
+        "search_from": 2,
+        "search_every": 1,
+        "search_images": 20,
+    },
     "ADP": {"members": 3, "alpha": 0.5, "beta": 0.1, "attack": pgd()},
     "GAL": {"members": 3},
     "TRS": {
@@ -35,9 +43,10 @@ METHODS = {
     "lightning_rob.modules.DANN": {"net": {"class_path": "tests.tiny.TinyDANN"}, "scale": 0.5},
     "lightning_rob.modules.TADV": {"attack": pgd(keep_best=True)},
 }
-CHANGES_AFTER_EPOCH_2 = {"BAT", "IAT", "DVERGE"}  # another member or another loss
+CHANGES_AFTER_EPOCH_2 = {"BAT", "BARRE", "IAT", "DVERGE"}  # another member or another loss
 STARTS = [(name, "at-step=10") for name in METHODS]  # inside of an epoch
 STARTS += [("DVERGE", "end-epoch=1"), ("BAT", "end-epoch=1")]  # before the optimizer restarts
+STARTS += [("BARRE", "end-epoch=2")]  # after a search
 CHECKPOINTS = saving(10)
 
 

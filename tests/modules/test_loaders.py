@@ -86,7 +86,7 @@ def test_transform_training_on_pairs_stops_and_ends_with_the_best_weights(tmp_pa
             loss = nn.functional.cross_entropy(member.eval()(transform(x)), y)
         assert float(loss) == pytest.approx(min(seen.found[name]), rel=1e-4)
     stored = TransformTraining(TinyNet, "clean", folder=str(tmp_path))
-    with pytest.raises(MisconfigurationException, match=r"a cache, needs .* data modules"):
+    with pytest.raises(MisconfigurationException, match=r"a folder, needs .* data "):
         trainer(tmp_path).fit(stored, Pairs())
 
 

@@ -69,6 +69,14 @@ def test_an_image_with_a_nan_is_returned_unchanged():
     assert (gradient[2] == 0).all()  # clamped
 
 
+@pytest.mark.parametrize("name", ["channels", "limits", "odd", "sample"])
+def test_an_argument_must_not_hide_a_name_of_the_class(name):
+    own = {"__annotations__": {name: int}, name: 3, "apply": lambda self, x: x}
+    mine = dataclasses.dataclass(frozen=True)(type("Mine", (Transform,), own))
+    with pytest.raises(TypeError, match=f"Mine has an argument '{name}', which every transform"):
+        mine()
+
+
 @pytest.mark.parametrize("x", [torch.rand(3, 8, 8), torch.zeros(1, 3, 8, 8, dtype=torch.uint8)])
 def test_only_batches_of_floating_images(x):
     with pytest.raises(ValueError, match=r"VerticalFlip takes floating \[B, C, H, W\], got"):

@@ -3,12 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from lightning_rob.commands.config import CommandConfig, at_least
-
-if TYPE_CHECKING:
-    from lightning_rob.data import ImageData
 
 
 def find_transforms(content: Any) -> dict[str, Any] | None:
@@ -45,6 +42,7 @@ class BpdaConfig(CommandConfig):
 
     positional: ClassVar[str] = ""
     usage: ClassVar[str] = "--data CLASS --out FOLDER [--data.NAME=VALUE] [options]"
+    part: ClassVar[str] = "training"
 
     out: Path | None = None
     transforms: Mapping[str, Any] | str = "all"
@@ -64,10 +62,3 @@ class BpdaConfig(CommandConfig):
             raise ValueError("say where the networks go to: --out FOLDER")
         at_least(1, epochs=self.epochs)
         at_least(2, max_images=self.max_images)
-
-
-def run(config: BpdaConfig, data: "ImageData") -> None:
-    """Train the networks that the folder lacks, and print the errors of all."""
-    from lightning_rob.commands.bpda import training
-
-    training.run(config, data)

@@ -32,6 +32,7 @@ class CompareConfig(CommandConfig):
     positional: ClassVar[str] = "records"
     reads_records: ClassVar[bool] = True
     usage: ClassVar[str] = "RECORD [RECORD] [options]"
+    part: ClassVar[str] = "records"
 
     records: tuple[Path, ...] = ()
     pairs: str | None = None
@@ -58,10 +59,3 @@ class CompareConfig(CommandConfig):
         """Names of the first record with names of the second."""
         pairs = self.pairs.split(",") if self.pairs else []
         return [tuple(name.strip() for name in pair.split("=")) for pair in pairs]
-
-
-def run(config: CompareConfig) -> None:
-    """Print the comparison; exit with code 1 if a row fell as far as `fail_if_worse`."""
-    from lightning_rob.commands.compare import records
-
-    records.run(config)

@@ -3,12 +3,9 @@
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from lightning_rob.commands.config import CommandConfig, at_least
-
-if TYPE_CHECKING:
-    from lightning_rob.commands.base import Run
 
 ONNX = ("onnx", "onnxscript", "onnxruntime")  # the packages of the extra
 
@@ -44,6 +41,7 @@ class ExportConfig(CommandConfig):
     """
 
     usage: ClassVar[str] = "CHECKPOINT --out FILE [options of test]"
+    part: ClassVar[str] = "program"
 
     out: Path | None = None
     images: int = 64
@@ -63,10 +61,3 @@ class ExportConfig(CommandConfig):
         if self.out.suffix == ".onnx" and not all(map(find_spec, ONNX)):
             raise ModuleNotFoundError("ONNX files need pip install 'lightning-rob[onnx]'")
         at_least(1, images=self.images)
-
-
-def run(config: ExportConfig, run: "Run") -> None:
-    """Write the program or the folder."""
-    from lightning_rob.commands.export import program
-
-    program.run(config, run)

@@ -1,10 +1,9 @@
 """`lightning-rob monitor`: follow the checkpoints of a run, or a deployed one."""
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from lightning_rob.commands.config import CommandConfig
 from lightning_rob.commands.destinations import check_destinations
@@ -32,7 +31,7 @@ class MonitorConfig(CommandConfig):
     Args:
         run: folder, file, s3://… or mlflow:models/NAME@ALIAS; or first argument
         suite: attacks such as rec_suite, one each time; else PGD, ARC as trained
-        alarm: alarm below robust/worst=0.40,acc=0.80, or above blind=0.02
+        alarm: limits: an alarm below robust/worst=0.40,acc=0.80, above blind=0.02
         drop: alarm if worst fell since last or best, p < N; significant: 0.05
         notify: POST alarms and recoveries to this URL; slack://… by apprise
         serve: page, /metrics for Prometheus and /healthz at this port of localhost, such as 9108
@@ -51,6 +50,7 @@ class MonitorConfig(CommandConfig):
 
     positional: ClassVar[str] = "run"
     usage: ClassVar[str] = "RUN [options of test]"
+    part: ClassVar[str] = "loop"
 
     run: str | Path | None = None
     suite: list[str] | None = None
@@ -161,10 +161,3 @@ class MonitorConfig(CommandConfig):
         if not 0 < level < 1:
             raise ValueError(f"--drop takes significant, or a level in (0, 1), got {self.drop!r}")
         return level
-
-
-def run(config: MonitorConfig, starts: Mapping[str, Callable[[], Any]]) -> None:
-    """Evaluate each new checkpoint; exit with code 1 after an alarm."""
-    from lightning_rob.commands.monitor import loop
-
-    loop.run(config, starts)

@@ -132,7 +132,7 @@ class CheckpointFolder:
     def _find(self, name: str, stamp: Stamp) -> Refused | None:
         """Keep a complete file; record one that stays unreadable for a while as broken."""
         seen = self._event("seen", name, stamp, READ)
-        if seen and "config" in seen:  # earlier versions wrote none
+        if seen:
             known = {key: seen[key] for key in (*FACTS, "config")}
             self.found[name] = CheckpointFile(name, stamp, **known)
         if name in self.found or self._event("broken", name, stamp, READ):

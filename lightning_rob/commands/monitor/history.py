@@ -14,7 +14,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from lightning_rob.commands.scores import ScoreFiles
 from lightning_rob.evaluation.records import with_schema
-from lightning_rob.runtime.files import Stamp, stamp_of
+from lightning_rob.runtime.files import Stamp, append_whole, stamp_of
 
 Fields = dict[str, Any]
 Identity = tuple[str | None, str | None]  # SHA-256 of the weights and of the recipe's model
@@ -64,11 +64,6 @@ class History:
                 fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.file.seek(0)
             self.lines, end = _whole_groups(self.file.read())
-            if any(line.get("event") == "judged" for line in self.lines):
-                raise ValueError(
-                    f"{self.path} has events 'judged' of an earlier version: choose another --out "
-                    "for new checkpoints; lightning-rob report shows the old ones"
-                )
             self.file.truncate(end)
             os.fsync(self.file.fileno())
         except BaseException as error:
@@ -86,16 +81,9 @@ class History:
 
     def append(self, *lines: Fields) -> None:
         """Append lines that end with an event: all of them or, after an error, none."""
-        rest = "".join(json.dumps(as_record(line)) + "\n" for line in lines).encode()
+        content = "".join(json.dumps(as_record(line)) + "\n" for line in lines).encode()
         with self.writing:
-            end = self.file.seek(0, os.SEEK_END)
-            try:
-                while rest:
-                    rest = rest[self.file.write(rest) :]
-                os.fsync(self.file.fileno())
-            except OSError:
-                self.file.truncate(end)
-                raise
+            append_whole(self.file, content)
             self.lines += lines
 
     def events(self, *kinds: str) -> Iterator[Fields]:

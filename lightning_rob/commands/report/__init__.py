@@ -1,9 +1,10 @@
 """`lightning-rob report`: the records of runs as one page and as Markdown; needs no torch."""
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import ClassVar
 
@@ -92,24 +93,24 @@ def _write(runs: Sequence[Run], out: Path, template: Path | None = None) -> tupl
 
 def _sections(runs: Sequence[Run], title: str, folder: Path) -> Iterator[tuple[str, str]]:
     """Yield HTML and Markdown of the comparison and of each run, for a report in `folder`."""
-    names = [f"run-{i}" for i in range(1, len(runs) + 1)]
-    level = 1
+    names, level = [f"run-{i}" for i in range(1, len(runs) + 1)], 1
     if len(runs) > 1:
-        level = 2
-        yield _written([Heading(1, title), *comparison(runs, names)])
+        level, heading = 2, Heading(1, title)
+        yield _section(heading, chain([heading], comparison(runs, names)), "the comparison")
     for found, name in zip(runs, names, strict=True):
-        try:
-            yield _written(run_section(found, name, level, folder))
-        # Records may be of strangers: whatever they break, the other runs are shown.
-        except Exception as error:
-            reason = f"its records cannot be shown: {type(error).__name__}: {error}"
-            print(visible(f"lightning-rob: {found.folder}: {reason}"), file=sys.stderr)
-            yield _written([Heading(level, found.title, name), Warned(reason)])
-    yield _written(
-        [Paragraph(f"Written by lightning-rob {version('lightning-rob')} report.", "note")]
-    )
+        blocks = run_section(found, name, level, folder)
+        yield _section(Heading(level, found.title, name), blocks, str(found.folder))
+    note = Paragraph(f"Written by lightning-rob {version('lightning-rob')} report.", "note")
+    yield html([note]), markdown([note])
 
 
-def _written(blocks: Iterable[Block]) -> tuple[str, str]:
-    shown = list(blocks)
-    return html(shown), markdown(shown)
+def _section(heading: Heading, blocks: Iterator[Block], place: str) -> tuple[str, str]:
+    """Return HTML and Markdown of a section; one that fails is named, and stops no other."""
+    try:
+        shown = list(blocks)
+        return html(shown), markdown(shown)
+    except Exception as error:  # records may be of strangers, and break anything
+        reason = f"its records cannot be shown: {type(error).__name__}: {error}"
+        print(visible(f"lightning-rob: {place}: {reason}"), file=sys.stderr)
+        shown = [heading, Warned(reason)]
+        return html(shown), markdown(shown)

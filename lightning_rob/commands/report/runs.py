@@ -4,7 +4,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
@@ -13,70 +13,22 @@ from typing import Any
 import yaml
 
 from lightning_rob.commands.report.blocks import WHOLE, Interval
-from lightning_rob.commands.specs import Spec, class_name, is_spec
+from lightning_rob.commands.specs import Spec, class_name
+from lightning_rob.runtime.files import read_json_lines
 
 SCHEMA = 1  # the version of the records that a report reads
 MONITOR, AUDIT = "monitor.jsonl", "audit.json"
 Fields = dict[str, Any]
 Key = tuple[str, str]  # attack and target
-
-
-def is_interval(value: Any) -> bool:
-    """Return whether a value is a list of two finite numbers."""
-    return isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
-
-
-def _is_matrix(value: Any) -> bool:
-    """Return whether a value is a list of equally long rows of numbers."""
-    is_table = isinstance(value, list) and all(isinstance(row, list) for row in value)
-    if not (is_table and value and value[0] and len(set(map(len, value))) == 1):
-        return False
-    return all(isinstance(x, int | float) for row in value for x in row)
-
-
-def _is_finding(value: Any) -> bool:
-    names = ("name", "severity", "text", "advice")
-    return isinstance(value, dict) and all(isinstance(value.get(name), str) for name in names)
-
-
-def _is(*kinds: type) -> Callable[[Any], bool]:
-    return lambda value: type(value) in kinds
-
-
-VALID: dict[str, Callable[[Any], bool]] = {  # the values that a report reads
-    **dict.fromkeys(("name", "stage", "target", "checkpoint"), _is(str)),
-    **dict.fromkeys(("epoch", "step", "position", "n"), _is(int)),
-    **dict.fromkeys(("attack", "threat"), is_spec),
-    **dict.fromkeys(("alarm", "intervals"), _is(list)),
-    **dict.fromkeys(("versions", "change"), _is(dict)),
-    "power": lambda value: isinstance(value, dict) and isinstance(value.get("text"), str),
-    "accuracy": _is(type(None), int, float),
-    "findings": lambda value: isinstance(value, list) and all(map(_is_finding, value)),
-    "seconds": _is_number,
-    "interval": is_interval,
-    "matrix": _is_matrix,
-    "over": lambda value: isinstance(value, list) and all(map(_is(str), value)),
-}
-
-
-def readable(fields: Fields) -> Fields:
-    """Return a record without the fields that hold another kind of value than they should."""
-    return {key: value for key, value in fields.items() if key not in VALID or VALID[key](value)}
+SORTED_BY = {"name": str, "stage": str, "target": str, "epoch": int}  # fields, and their types
 
 
 def records_in(path: Path) -> Iterator[Fields]:
     """Yield the records of a file; half-written and foreign lines are passed over."""
-    for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
-        try:
-            fields = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(fields, dict) and fields.get("schema") == SCHEMA:
-            yield readable(fields)
+    for fields in read_json_lines(path):
+        sorts = (isinstance(fields.get(name, kind()), kind) for name, kind in SORTED_BY.items())
+        if fields.get("schema") == SCHEMA and all(sorts):
+            yield fields
 
 
 @dataclass(frozen=True)
@@ -100,6 +52,7 @@ class AttackResult:
     plug_in: str = ""
     findings: Sequence[Mapping[str, str]] = ()
     power: Mapping[str, Any] = field(default_factory=dict)
+    known_noise: Mapping[str, Any] = field(default_factory=dict)  # accuracy, interval, n, ball
 
     @property
     def key(self) -> Key:
@@ -213,6 +166,13 @@ def find_runs(paths: Sequence[str | Path]) -> list[Run]:
             runs.append(run)
     if not runs:
         searched = ", ".join(map(str, paths))
+        files = [file for folder in folders.values() for file in folder.glob("*.jsonl")]
+        schemas = {str(fields.get("schema")) for file in files for fields in read_json_lines(file)}
+        if others := sorted(schemas - {str(SCHEMA), "None"}):
+            raise ValueError(
+                f"the records in {searched} have schema {', '.join(others)}, "
+                f"this version reads {SCHEMA}"
+            )
         raise ValueError(
             f"no records in {searched}: RobustEval writes robust.jsonl to the folder of a run"
         )
@@ -240,7 +200,6 @@ def read_run(folder: Path) -> Run:
     for _, fields in found:
         if "variable" not in fields:
             kinds.setdefault(fields.get("kind"), []).append(fields)
-    matrices = [fields for fields in kinds.get("transfer_matrix", ()) if "matrix" in fields]
     recipe = folder / "config.yaml"
     text = recipe.read_text(errors="replace") if recipe.is_file() else ""
     try:
@@ -251,7 +210,7 @@ def read_run(folder: Path) -> Run:
         folder=folder,
         label=folder.name,
         evaluations=Evaluations(filter(None, map(attack_result, kinds.get("accuracy", ())))),
-        matrices=_last(matrices, "name"),
+        matrices=_last(kinds.get("transfer_matrix", ()), "name"),
         votes=_last(kinds.get("voting_rule", ()), "name", "ensemble", "rule"),
         sweep=[fields for _, fields in found if "variable" in fields],
         monitor=list(records_in(folder / MONITOR)),
@@ -271,7 +230,7 @@ def _audit(path: Path) -> Fields:
         return {}
     is_audit = isinstance(found, dict) and found.get("schema") == SCHEMA
     if is_audit and found.get("kind") == "audit" and isinstance(found.get("findings"), list):
-        return {**found, "attacks": list(map(readable, found.get("attacks", [])))}
+        return dict(found)
     return {}
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lightning_rob.commands import specs
 from lightning_rob.commands.report.blocks import (
     NONE,
     WHOLE,
@@ -17,7 +18,6 @@ from lightning_rob.commands.report.blocks import (
     Details,
     Heading,
     Headline,
-    Interval,
     Line,
     Paragraph,
     Table,
@@ -39,14 +39,12 @@ from lightning_rob.commands.report.runs import (
     Run,
     attack_result,
     by_line,
-    is_interval,
     setting,
 )
 from lightning_rob.commands.specs import (
     Spec,
     arguments,
     class_name,
-    flat,
     inner_attacks,
     other_arguments,
     short,
@@ -110,28 +108,22 @@ def comparison(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Block]:
 
 def differences(by_label: Mapping[str, Results], column: Column) -> str:
     """Return how the attacks of one column differ between runs, as text; "" if they are equal."""
-    kinds: dict[tuple[tuple[str, str], ...], list[str]] = {}
-    for label, found in by_label.items():
-        if column in found:
-            one = found[column]
-            options = flat(one.attack) if one.is_attack else {"over": f"({', '.join(one.over)})"}
-            kinds.setdefault(tuple(options.items()), []).append(label)
     title = f"{line_name(column[:2])} {column[2]}".strip()
-    if len(kinds) < 2:
-        parts = {c for found in by_label.values() for c in found if c[0] not in ("clean", "worst")}
-        mixed = column[0] == "worst" and any(
-            differences(by_label, part) for part in parts if part[1:] == column[1:]
-        )
-        return f"{title} is over attacks that are not the same in all runs." if mixed else ""
-    definitions = [dict(kind) for kind in kinds]
-    keys = dict.fromkeys(key for options in definitions for key in options)
-    apart = [key for key in keys if len({options.get(key) for options in definitions}) > 1]
-    described = [
-        f"{listed(labels)}: "
-        + ", ".join(f"{key}={options.get(key, 'not recorded')}" for key in apart)
-        for labels, options in zip(kinds.values(), definitions, strict=True)
-    ]
-    return f"{title} does not mean the same in all runs. {'; '.join(described)}."
+    runs = {label: found[column] for label, found in by_label.items() if column in found}
+    (first, one), *others = runs.items()
+    described = []
+    for label, other in others:
+        apart = list(specs.differences(one.attack, other.attack))
+        if one.over != other.over:
+            apart.append(f"over ({', '.join(one.over)} and {', '.join(other.over)})")
+        described += [f"{first} and {label} differ in {', '.join(apart)}"] if apart else []
+    if described:
+        return f"{title} does not mean the same in all runs: {'; '.join(described)}."
+    parts = {c for found in by_label.values() for c in found if c[0] not in ("clean", "worst")}
+    mixed = column[0] == "worst" and any(
+        differences(by_label, part) for part in parts if part[1:] == column[1:]
+    )
+    return f"{title} is over attacks that are not the same in all runs." if mixed else ""
 
 
 def run_section(run: Run, name: str, level: int, folder: Path) -> Iterator[Block]:
@@ -252,16 +244,10 @@ def _points(records: Sequence[Fields]) -> Iterator[tuple[str, AttackResult]]:
             f for f in measured if (f.get("value"), f.get("reuse", {}).get("key")) in points
         ]
 
-    def order(fields: Fields) -> tuple[bool, float]:
-        value: Any = fields.get("value")
-        is_number = isinstance(value, int | float)  # texts stand behind numbers
-        return not is_number, float(value) if is_number else 0.0
-
-    for fields in sorted(measured, key=order):
-        result, value = attack_result({"stage": "test"} | fields), fields.get("value")
-        if result and isinstance(value, int | float | str):  # others are foreign
-            is_integer = isinstance(value, float) and value.is_integer()
-            yield str(int(value)) if is_integer else short(value), result
+    for fields in sorted(measured, key=lambda fields: float(fields["value"])):
+        if result := attack_result({"stage": "test"} | fields):
+            value = float(fields["value"])
+            yield str(int(value)) if value.is_integer() else short(value), result
 
 
 def _matrices(matrices: Sequence[Fields], level: int) -> Iterator[Block]:
@@ -270,25 +256,14 @@ def _matrices(matrices: Sequence[Fields], level: int) -> Iterator[Block]:
     for fields in matrices:
         columns = [f"member {j + 1} attacked>" for j in range(len(fields["matrix"][0]))]
         rows: list[list[object]] = []
-        for i, shares in enumerate(fields["matrix"]):
-            pairs = ((share, _interval(fields, i, j)) for j, share in enumerate(shares))
-            cells = [accuracy_cell(share, interval, shaded=True) for share, interval in pairs]
-            rows.append([f"member {i + 1} predicts", *cells])
-        n, stage, threat = fields.get("n"), str(fields.get("stage")), fields.get("threat")
-        within = f" ({threat_text(threat)})" if threat_text(threat) else ""
-        of = f"{n:,} {split_of(stage)}" if isinstance(n, int) else split_of(stage)
-        epoch = f" at epoch {fields['epoch']}" if stage != "test" and "epoch" in fields else ""
-        caption = f"{fields.get('name')}{within}: accuracy on {of} images{epoch}"
+        for i, found in enumerate(zip(fields["matrix"], fields["intervals"], strict=True), start=1):
+            cells = [accuracy_cell(*pair, shaded=True) for pair in zip(*found, strict=True)]
+            rows.append([f"member {i} predicts", *cells])
+        of, within = split_of(fields["stage"]), threat_text(fields.get("threat"))
+        epoch = f" at epoch {fields['epoch']}" if fields["stage"] != "test" else ""
+        caption = f"{fields['name']}{f' ({within})' if within else ''}: accuracy on "
+        caption += f"{fields['n']:,} {of} images{epoch}"
         yield table(caption, ["prediction", *columns], rows, kind="matrix")
-
-
-def _interval(fields: Fields, i: int, j: int) -> Interval:
-    """Return an interval of a matrix; None where the record has none there."""
-    try:
-        interval = fields["intervals"][i][j]
-    except (KeyError, IndexError, TypeError):
-        return None
-    return interval if is_interval(interval) else None
 
 
 def votes(records: Sequence[Fields], level: int) -> Iterator[Block]:
@@ -341,14 +316,14 @@ def _provenance(run: Run, final: Sequence[AttackResult]) -> Iterator[Block]:
 def monitor(records: Sequence[Fields], level: int) -> Iterator[Block]:
     """Yield alarms, the curve of the last suite, and its numbers."""
     alarms = dict.fromkeys(_alarms(records))  # a later end may repeat one
-    found = sorted(_evaluated(records), key=lambda checkpoint: _position(checkpoint[0]))
+    found = sorted(_evaluated(records), key=lambda checkpoint: checkpoint[0]["position"])
     if found or alarms:
         yield Heading(level, "Checkpoint by checkpoint")
     yield from map(Warned, alarms)
     if found:
         # Checkpoints of a training follow one another by step, models that replace one another
         # in a single file by evaluation.
-        replaced = any(_position(event) != event["step"] for event, _ in found)
+        replaced = any(event["position"] != event["step"] for event, _ in found)
         series, by = by_line(results for _, results in found), "evaluation" if replaced else "step"
         yield curve(series, by, "test")
         numbers = _numbers(found[::-1], list(series), by)
@@ -356,14 +331,9 @@ def monitor(records: Sequence[Fields], level: int) -> Iterator[Block]:
         yield Details("The numbers of every checkpoint", [numbers, attacks])
 
 
-def _position(event: Fields) -> int:
-    return int(event["position"] if "position" in event else event["step"])
-
-
 def _evaluated(records: Sequence[Fields]) -> Iterator[Checkpoint]:
     """Yield the complete evaluations by the last suite."""
-    needed = {"step", "checkpoint"}
-    ends = [f for f in records if f.get("event") == "evaluated" and needed <= f.keys()]
+    ends = [fields for fields in records if fields.get("event") == "evaluated"]
     results: list[Fields] = []
     for fields in records:
         if "event" not in fields:
@@ -371,7 +341,7 @@ def _evaluated(records: Sequence[Fields]) -> Iterator[Checkpoint]:
             continue
         if fields in ends and fields.get("suite") == ends[-1].get("suite"):
             known = filter(None, map(attack_result, results))
-            yield fields, {r.key: replace(r, epoch=_position(fields)) for r in known}
+            yield fields, {r.key: replace(r, epoch=fields["position"]) for r in known}
         results = []
 
 
@@ -385,14 +355,13 @@ def _alarms(records: Sequence[Fields]) -> Iterator[str]:
 
 
 def _numbers(found: Sequence[Checkpoint], keys: Sequence[Key], by: str) -> Table:
-    p = {i: event["change"].get("p") for i, (event, _) in enumerate(found) if "change" in event}
-    p = {i: value for i, value in p.items() if isinstance(value, float) and 0 <= value <= 1}
+    p = {i: event["change"]["p"] for i, (event, _) in enumerate(found) if "change" in event}
     adjusted = dict(zip(p, holm(list(p.values())), strict=True))
     rows: list[list[object]] = []
     for i, (event, results) in enumerate(found):
-        images = [event.get("change", {}).get(key) for key in ("newly_vulnerable", "won_back")]
-        counts = [len(of) if isinstance(of, list) else NONE for of in images]
-        row = [Cell(event["checkpoint"], small=str(event.get("date", ""))[:16]), _position(event)]
+        change = event.get("change")
+        counts = [len(change[key]) if change else NONE for key in ("newly_vulnerable", "won_back")]
+        row = [Cell(event["checkpoint"], small=str(event.get("date", ""))[:16]), event["position"]]
         row += [*(result_cell(results.get(key)) for key in keys), *counts]
         rows.append(row + [f"{of[i]:.3g}" if i in of else NONE for of in (p, adjusted)])
     columns = ["checkpoint", f"{by}>", *(f"{line_name(key)}>" for key in keys)]
@@ -412,6 +381,10 @@ def evaluation(final: Sequence[AttackResult]) -> Iterator[Block]:
         clean = [percent(r.accuracy) for r in final if r.key == ("clean", WHOLE)]
         beside = [(accuracy, "without an attack.") for accuracy in clean]
         yield Headline([(percent(cite.accuracy), _meaning(cite, final)), *beside])
+    for known in (result.known_noise for result in final if result.known_noise):
+        span = f"95 % interval {between(known['interval'])}, {known['n']:,} images"
+        text = f"Of these, {percent(known['accuracy'])} withstand an attacker who knows the noise"
+        yield Paragraph(f"{text}, within {known['ball']} ({span}).")
     yield from map(Warned, _cautions(final))
     found = {one["text"]: one for result in final for one in result.findings}  # each once
     for one in found.values():

@@ -23,12 +23,16 @@ class SweepConfig(CommandConfig):
           --values 0.5:1:0.05 --best adaptive_pgd \
           --trainer.callbacks+=adaptive_pgd --trainer.callbacks+=arc
 
+    The probability "optimal" is found on validation images, under the attack of --best or
+    the first one; it sets all members' probabilities.
+
     The same command again resumes. A recorded result is used only if weights, attack,
     data, seed and versions are the same.
 
     Args:
         over: probability, members, eps, steps or neighbours
-        values: numbers, fractions, ranges start:stop:step, such as 1/255,2/255
+        values: numbers, fractions, ranges start:stop:step, such as 1/255,2/255;
+            over probability also optimal
         best: the attack under which to find the best value for the defense; over steps or
             neighbours the value at which that attack is strongest
         out: for sweep.jsonl, .md and .png; else sweeps/CHECKPOINT_FINGERPRINT_VARIABLE

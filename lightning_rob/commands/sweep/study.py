@@ -19,9 +19,9 @@ from lightning_rob.commands.base import Run, without_reporting
 from lightning_rob.commands.scores import ScoreFiles, Scores, scores_by_name
 from lightning_rob.commands.sweep import SweepConfig
 from lightning_rob.commands.sweep.table import Row, SweepTable
-from lightning_rob.commands.sweep.values import Value
+from lightning_rob.commands.sweep.values import OPTIMAL, Value
 from lightning_rob.defenses import Defense, Ensemble
-from lightning_rob.evaluation import worst_case
+from lightning_rob.evaluation import optimal_sampling, worst_case
 from lightning_rob.evaluation.records import Result, append_records, measured, versions
 from lightning_rob.evaluation.results import WORST
 from lightning_rob.runtime.errors import Fault, visible
@@ -96,7 +96,7 @@ def with_members(defense: Defense, count: float) -> Ensemble:
 
 
 def _ensemble(defense: Defense) -> tuple[list[torch.nn.Module], torch.Tensor]:
-    if defense.kind != "ensemble":
+    if not isinstance(defense, Ensemble):
         kind = type(defense).__name__
         raise ValueError(f"a sweep over probability or members needs an Ensemble, got {kind}")
     return defense.classifiers, defense.weights.double().cpu()
@@ -115,9 +115,13 @@ class Target:
     over: str
     value: float
     source: RobustEval
+    probs: tuple[float, ...] = ()
 
     def __call__(self, defense: Defense) -> Defense:
         """Return the attacked part of the changed defense."""
+        if self.probs:
+            device = defense.weights.device
+            return self.source.target(Ensemble(defense.classifiers, self.probs).to(device))
         change = CHANGED_DEFENSE.get(self.over)
         return self.source.target(change(defense, self.value) if change else defense)
 
@@ -162,7 +166,9 @@ def measurement_plan(config: SweepConfig, callbacks: Sequence[RobustEval], run: 
     settings, plan = run.settings(), []
     # Every defense and attack is built before the first is measured: a misfit shows at once.
     for value in config.points:
-        targets = [Target(over, value.number, callback) for callback in callbacks]
+        if value is OPTIMAL:
+            value = _optimal(config, callbacks, run)
+        targets = [Target(over, value.number, callback, value.probs) for callback in callbacks]
         tasks = [task for target in targets for task in _tasks(target, run, settings)]
         plan.append((value, tasks))
     first = plan[0][1]
@@ -171,6 +177,37 @@ def measurement_plan(config: SweepConfig, callbacks: Sequence[RobustEval], run: 
     if config.best and config.best not in names:
         raise ValueError(f"choose --best from {', '.join(names)}, got {config.best!r}")
     return plan
+
+
+def _optimal(config: SweepConfig, callbacks: Sequence[RobustEval], run: Run) -> Value:
+    """Return the probabilities that keep the highest accuracy on validation images."""
+    sources = {n: c for c in callbacks if c.target is full_defense for n in c.attacks}
+    name = config.best if config.best in sources else next(iter(sources), None)
+    if name is None:
+        raise ValueError("optimal probabilities need an attack on the full defense")
+    source, defense = sources[name], run.defense
+    run.data.setup("fit")
+    found = optimal_sampling(
+        with_members(defense, len(defense.weights)),
+        source.attacks[name],
+        run.data.val_dataloader(),
+        seed=source.settings.seed,
+        max_images=source.settings.max_images,
+        unpack=source.inputs.unpack,
+    )
+    if run.trainer.is_global_zero:
+        own = defense.weights.tolist()
+        print(
+            f"optimal probabilities under {name}, {found.images} validation images: "
+            f"{_listed(found.probs.tolist())} keep {found.accuracy:.1%}, "
+            f"{_listed(own)} keep {found.trail[0, -1]:.1%}, none keep more than {found.bound:.1%}"
+        )
+    probs = tuple(found.probs.tolist())
+    return Value(probs[0], f"optimal: {_listed(probs)}", probs)
+
+
+def _listed(probs: Sequence[float]) -> str:
+    return ", ".join(f"{p:.3g}" for p in probs)
 
 
 def _tasks(target: Target, run: Run, settings: dict[str, Any]) -> Iterator[Task]:
@@ -322,9 +359,7 @@ class Sweep:
         last = over[-1].result.details
         details = {k: v for k, v in counted[0].details.items() if k not in ("attack", "threat")}
         details |= {name: last[name] for name in MEASURED}
-        details |= found.details(index for index, _ in tables)
         details |= {"over": [task.name for task in counted]}
         details |= {"reuse": self.cache.files.reference(key)}
-        draws = found.scores if last["private_draws"] > 1 else None
-        result = measured(WORST, found.scores.mean(1), 0.0, details, draws)
-        return [Point(result, (found.index, found.scores))]
+        worst = found.row(details, (index for index, _ in tables), last["private_draws"])
+        return [Point(worst, (found.index, found.scores))]

@@ -14,11 +14,18 @@ class Value:
 
     number: float
     label: str
+    probs: tuple[float, ...] = ()  # of all members, where they are not those of the number
+
+
+OPTIMAL = Value(-1.0, "optimal")  # the probabilities that `optimal_sampling` finds
 
 
 def parse_values(over: str, text: str) -> tuple[Value, ...]:
-    """Return the values of a list such as "1/255,2/255" or "0.5:1:0.1", each once."""
+    """Return the values of a list such as "1/255,2/255" or "0.5:1:0.1,optimal", each once."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
+    if over == "probability" and OPTIMAL.label in parts:
+        others = ",".join(part for part in parts if part != OPTIMAL.label)
+        return (*(parse_values(over, others) if others else ()), OPTIMAL)
     numbers = [number for part in parts for number in _numbers(part)]
     if not numbers:
         raise ValueError(f"--values must name at least one value, such as 1,2,4, got {text!r}")

@@ -1,14 +1,10 @@
 """`lightning-rob tune`: search the values of a recipe's keys."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar
 
 from lightning_rob.commands.config import CommandConfig
-
-if TYPE_CHECKING:
-    from lightning_rob.commands.base import Run
 
 
 @dataclass(frozen=True)
@@ -38,6 +34,7 @@ class TuneConfig(CommandConfig):
 
     positional: ClassVar[str] = ""
     usage: ClassVar[str] = "--config RECIPE --space FILE [options of fit]"
+    part: ClassVar[str] = "search"
 
     space: Path | None = None
     trials: int | None = None
@@ -58,10 +55,3 @@ class TuneConfig(CommandConfig):
             )
         if self.concurrent is not None and (not self.ray or self.concurrent < 1):
             raise ValueError(f"--concurrent needs --ray and at least 1, got {self.concurrent}")
-
-
-def run(config: TuneConfig, run: "Run", build: Callable[[Path], Any]) -> Path | None:
-    """Search, and return the best recipe if it is to be trained."""
-    from lightning_rob.commands.tune import search
-
-    return search.run(config, run, build)

@@ -1,0 +1,157 @@
+"""`lightning-rob certify`: certified and attacked accuracy of a smoothed checkpoint."""
+
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from lightning_rob.commands.config import CommandConfig, at_least
+
+if TYPE_CHECKING:
+    from lightning_rob.commands.base import Run
+    from lightning_rob.evaluation import EvaluationResult
+
+MULTIPLES = (0.5, 1.0, 1.5, 2.0)  # of sigma: radii where none are given
+INFERENCES = 10  # votes on each attacked image
+
+
+@dataclass(frozen=True)
+class CertifyConfig(CommandConfig):
+    """Certify a checkpoint, smoothed by Gaussian noise, and attack it within the same radii.
+
+    Each image has a certified l2 radius, within which no attack changes the smoothed
+    prediction, and an image found by PGD on the vote where it succeeds: the truth lies
+    between both. An attack that succeeds within a certified radius is a bug; then the exit
+    code is 1.
+
+      lightning-rob certify last.ckpt --sigma 0.25 --radii 0.25,0.5 --images 100
+
+    Networks need training with such noise, as by the recipe smoothing_digits.
+
+    Args:
+        sigma: standard deviation of the noise in pixel units; else that of the defense
+        radii: l2 radii in pixel units, separated by commas; else 0.5, 1, 1.5 and 2 sigma
+        images: N test images, a random choice
+        draws: most noisy copies that bound the probability of a class
+        failure: probability that the radius of an image is too large
+        steps: of PGD on the vote
+        seed: of all noise, and of the choice of images
+        out: folder for certified.csv, .json, .jsonl and .png; else certificates/CHECKPOINT_SIGMA
+    """
+
+    usage: ClassVar[str] = "CHECKPOINT [options of test]"
+
+    sigma: float | None = None
+    radii: str | float = ""
+    images: int = 100
+    draws: int = 10_000
+    failure: float = 0.001
+    steps: int = 20
+    seed: int = 0
+    out: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.sigma is not None and not self.sigma > 0:
+            raise ValueError(f"--sigma must be above 0, got {self.sigma:g}")
+        if not 0 < self.failure < 1:
+            raise ValueError(f"--failure is a probability in (0, 1), got {self.failure:g}")
+        at_least(1, images=self.images, draws=self.draws, steps=self.steps)
+        at_least(0, seed=self.seed)
+        self.lengths(1.0)
+
+    def lengths(self, sigma: float) -> tuple[float, ...]:
+        """Return the radii above 0, rising."""
+        parts = [part for part in str(self.radii).split(",") if part.strip()]
+        try:
+            given = {float(Fraction(part.strip())) for part in parts}
+        except (ValueError, ZeroDivisionError):
+            raise ValueError(f"--radii takes numbers and fractions, got {self.radii!r}") from None
+        if given and not min(given) > 0:
+            raise ValueError(f"--radii must be above 0, got {min(given):g}: 0 is always among them")
+        return tuple(sorted(given or {sigma * share for share in MULTIPLES}))
+
+
+def run(config: CertifyConfig, run: "Run") -> bool:
+    """Certify and attack the smoothed defense; return whether an attack contradicts a radius."""
+    from lightning_rob.attacks import PGD
+    from lightning_rob.callbacks import CertifiedEval
+    from lightning_rob.callbacks.measurement import Measurement, measure
+    from lightning_rob.certify.smoothing import smoothed_by
+    from lightning_rob.commands.base import without_reporting
+    from lightning_rob.evaluation import EvaluationSettings
+    from lightning_rob.evaluation.records import append_records
+    from lightning_rob.plots import save
+    from lightning_rob.runtime.identity import fingerprint
+    from lightning_rob.tables import print_table
+    from lightning_rob.threat import Threat
+
+    if run.checkpoint is None:
+        raise ValueError("say whose weights: lightning-rob certify CHECKPOINT")
+    smoothed = smoothed_by(run.defense, config.sigma)
+    radii = config.lengths(smoothed.sigma)
+    certify = CertifiedEval(
+        config.sigma,
+        (0.0, *radii),
+        config.draws,
+        config.failure,
+        max_images=config.images,
+        seed=config.seed,
+        **vars(run.inputs),
+    )
+    attacks = {
+        f"pgd_{radius:g}": PGD(
+            Threat("l2", radius),
+            config.steps,
+            max(radius / 4, 2.5 * radius / config.steps),
+            draws=16,
+            random_start=False,
+        )
+        for radius in radii
+    }
+    settings = EvaluationSettings(config.seed, inferences=INFERENCES, max_images=config.images)
+    target = partial(smoothed_by, sigma=config.sigma)
+    with without_reporting(run.trainer) as (_, others):
+        attack = Measurement(attacks, target, settings, run.inputs)
+        data = run.model, run.data, [*others, certify]
+        (attacked,) = measure(run.trainer, *data, [attack])
+    certified = certify.result
+    assert certified is not None
+    wrong = certified.violations(attacked)
+    if run.trainer.is_global_zero:
+        print_table("Attacked: PGD on the vote", attacked.measurements())
+        folder = (
+            config.out or Path("certificates") / f"{Path(run.checkpoint).stem}_{smoothed.sigma:g}"
+        )
+        card = {"weights": fingerprint(run.defense), "command": run.command}
+        folder.mkdir(parents=True, exist_ok=True)
+        attacked.save(folder / "certified.csv", card, certified.columns())
+        found = certified.record((0.0, *radii)) | card | {"violations": wrong}
+        append_records(folder / "certified.jsonl", [found])
+        save(sandwich(certified, attacked, radii), folder / "certified.png")
+        print(f"{len(wrong)} violations: attacks that succeed within a certified radius")
+        for name, image in wrong[:10]:
+            print(f"  {name} on image {image}")
+        print(f"Wrote {folder}/certified.csv, .json, .jsonl and .png")
+    return bool(wrong)
+
+
+def sandwich(certified: Any, attacked: "EvaluationResult", radii: tuple[float, ...]) -> Any:
+    """Draw certified and attacked accuracy by radius: the truth lies between both lines."""
+    from lightning_rob.plots import Curve, curves
+
+    lines = [certified.measurement(radius) for radius in (0.0, *radii)]
+    others = attacked.measurements()
+    x = (0.0, *radii)
+    return curves(
+        [
+            Curve("attacked: PGD on the vote", x, *_values(others)),
+            Curve("certified", x, *_values(lines)),
+        ],
+        "l2 radius (images span 0 to 1)",
+        f"accuracy in %, {len(attacked.index)} images",
+    )
+
+
+def _values(results: list[Any]) -> tuple[list[float], list[tuple[float, float]]]:
+    return [one.accuracy for one in results], [one.interval for one in results]

@@ -1,0 +1,93 @@
+"""Certificates from the command line, and as a callback."""
+
+import csv
+import json
+
+import pytest
+from PIL import Image
+
+from lightning_rob.commands.certify import CertifyConfig
+from lightning_rob.evaluation.result_file import read_result_file
+from tests.schema import checked
+from tests.tiny import recipe, run, same_weights, weights
+
+CKPT = "run/version_0/checkpoints/last.ckpt"
+SMALL = ["--draws", "100", "--images", "8", "--steps", "2"]
+
+
+def fit(folder, *callbacks):
+    checkpoint = {"class_path": "ModelCheckpoint", "init_args": {"save_last": True}}
+    options = {"trainer__callbacks+": [checkpoint, *callbacks], "model__init_args__monitor": None}
+    run("fit", "--config", recipe(folder, **options))
+    return folder / CKPT
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return fit(tmp_path_factory.mktemp("trained"))
+
+
+def test_the_command(trained, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run("certify", trained, "--sigma", "0.1", "--radii", "1/10,0.05", *SMALL)
+    folder = tmp_path / "certificates/last_0.1"
+    record = checked((folder / "certified.jsonl").read_text())
+    assert record["radii"] == [0.0, 0.05, 0.1] and record["n"] == 8 and record["violations"] == []
+    assert record["accuracy"] == sorted(record["accuracy"], reverse=True)
+    assert record["accuracy"][0] > 0.2
+    rows = list(csv.DictReader((folder / "certified.csv").read_text().splitlines()))
+    for radius, share in zip(record["radii"], record["accuracy"], strict=True):
+        held = [
+            row["certified_prediction"] == row["label"] and float(row["certified_radius"]) >= radius
+            for row in rows
+        ]
+        assert sum(held) / 8 == share
+    found = read_result_file(folder / "certified.csv")
+    assert found.attacks == ["pgd_0.05", "pgd_0.1"]
+    assert found.scores["pgd_0.1"].mean() >= record["accuracy"][2]
+    assert checked((folder / "certified.json").read_text())["inferences"] == 10
+    with Image.open(folder / "certified.png") as picture:
+        assert picture.width > 400
+    shown = capsys.readouterr().out
+    assert "certified_0.05" in shown and "0 violations" in shown and "pgd_0.1" in shown
+
+
+def test_the_callback_logs_and_leaves_training_as_it_is(trained, tmp_path):
+    certified = {
+        "class_path": "CertifiedEval",
+        "init_args": {"sigma": 0.1, "radii": [0.0, 0.05], "draws": 60},
+    }
+    stopping = {
+        "class_path": "RobustEarlyStopping",
+        "init_args": {"monitor": "val/certified/0.05", "mode": "max", "patience": 9},
+    }
+    fit(tmp_path, certified, stopping)
+    assert same_weights(weights(trained), weights(tmp_path / CKPT))
+    folder = tmp_path / "run/version_0"
+    records = [checked(line) for line in (folder / "certified.jsonl").read_text().splitlines()]
+    assert [record["epoch"] for record in records] == [0, 1, 2, 3]
+    assert [record["n"] for record in records] == [32] * 4
+    assert records[3]["accuracy"][0] >= records[3]["accuracy"][1] > 0
+    card = json.loads((folder / "images/val-epoch0003-certified.json").read_text())
+    assert card["kind"] == "certificates" and card["sigma"] == 0.1
+
+
+def test_options_without_a_meaning():
+    for options, message in (
+        ({"sigma": 0.0}, "--sigma must be above 0, got 0"),
+        ({"failure": 1.0}, r"--failure is a probability in \(0, 1\), got 1"),
+        ({"images": 0}, "--images must be at least 1, got 0"),
+        ({"draws": 0}, "--draws must be at least 1, got 0"),
+        ({"radii": "0,0.1"}, "--radii must be above 0, got 0: 0 is always among them"),
+        ({"radii": "a"}, "--radii takes numbers and fractions, got 'a'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            CertifyConfig(**options)
+    assert CertifyConfig(radii=0.5).lengths(0.1) == (0.5,)
+    assert CertifyConfig().lengths(0.25) == (0.125, 0.25, 0.375, 0.5)
+
+
+def test_whose_weights(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        run("certify", "--config", recipe(tmp_path), "--sigma", "0.1", *SMALL)
