@@ -205,6 +205,18 @@ class Threat:
             delta = scale(d, radius / divisor(self.size(d)))
         return self.apply(self.confine(delta, x), x)
 
+    def corner(self, x: Tensor, generator: Generator = None, share: float = 1.0) -> Tensor:
+        """Draw images at random points of the surface of the ball, within the bounds.
+
+        Under linf they are corners; else directions of random values in [-1/2, 1/2].
+
+        Args:
+            x: [B, …] centres of the balls.
+            share: radius of the ball, in units of `eps`.
+        """
+        corner = self.steepest(uniform(x, *x.shape[1:], generator=generator) - 0.5)
+        return self.project(x + scale(corner, share * self.eps * self.unit(x)), x)
+
 
 @dataclass(frozen=True, eq=False)
 class ThreatPerImage(Threat):
