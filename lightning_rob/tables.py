@@ -48,7 +48,7 @@ def print_table(title: str, results: Iterable[_Row], console: Console | None = N
     wrong" are shares of the predictions of a defense that may reject. "blind" is the share of
     images, right without an attack, on which it had no gradient to follow. "against" compares with
     the first attack image by image. Of results of one name, target and number of images the last
-    counts. The findings of the evaluation stand below the table.
+    counts. The power of attacks and the findings of the evaluation stand below the table.
     """
     console = console or Console()
     last = {(r.name, r.details.get("target"), r.n): r for r in results}
@@ -76,6 +76,10 @@ def print_table(title: str, results: Iterable[_Row], console: Console | None = N
     for row in rows:
         table.add_row(*(row[name] for name in kept))
     console.print(table)
+    for result in last.values():
+        if power := result.details.get("power"):
+            line = f"power   {escape(result.name)} {escape(power['text'])}"
+            console.print(line, highlight=False)
     found = [one for result in last.values() for one in result.details.get("findings", ())]
     for line in finding_lines({one["text"]: one for one in found}.values()):
         console.print(line, highlight=False)

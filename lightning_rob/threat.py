@@ -70,8 +70,7 @@ def _norms(batch: Tensor, order: float) -> Tensor:
     flat = batch.flatten(1)
     if order == math.inf:
         return flat.abs().amax(1)  # a tenth of the time of `vector_norm` on a CPU
-    norms: Tensor = torch.linalg.vector_norm(flat, order, dim=1)
-    return norms
+    return torch.linalg.vector_norm(flat, order, dim=1)
 
 
 @dataclass(frozen=True)
@@ -205,6 +204,18 @@ class Threat:
             radius = radius * uniform(x, generator=generator)
             delta = scale(d, radius / divisor(self.size(d)))
         return self.apply(self.confine(delta, x), x)
+
+    def corner(self, x: Tensor, generator: Generator = None, share: float = 1.0) -> Tensor:
+        """Draw images at random points of the surface of the ball, within the bounds.
+
+        Under linf they are corners; else directions of random values in [-1/2, 1/2].
+
+        Args:
+            x: [B, …] centres of the balls.
+            share: radius of the ball, in units of `eps`.
+        """
+        corner = self.steepest(uniform(x, *x.shape[1:], generator=generator) - 0.5)
+        return self.project(x + scale(corner, share * self.eps * self.unit(x)), x)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,8 +11,8 @@ from lightning_rob.attacks.base import Attack
 from lightning_rob.attacks.decorators import AttackDecorator
 from lightning_rob.defenses import Defense
 from lightning_rob.objectives import check_labels
-from lightning_rob.randomness import Generator, Streams, uniform
-from lightning_rob.threat import Threat, choose, scale
+from lightning_rob.randomness import Generator, Streams
+from lightning_rob.threat import Threat, choose
 from lightning_rob.transforms import Transform
 
 
@@ -37,8 +37,7 @@ class RandomCorners(Attack):
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         best, lowest = x, x.new_full((len(x),), torch.inf)
         for _ in range(self.tries):
-            corner = self.threat.steepest(uniform(x, *x.shape[1:], generator=generator) - 0.5)
-            tried = self.threat.project(x + scale(corner, self.threat.eps * self.threat.unit(x)), x)
+            tried = self.threat.corner(x, generator)
             with torch.no_grad():
                 found = defense(tried, generator)
             check_labels(y, found.shape[-1])

@@ -1,1 +1,5 @@
-"""Checks for a false sense of security; see `lightning_rob.audit.auditor.audit`."""
+"""Checks for a false sense of security: `lightning_rob.audit.auditor.audit`, and `power`."""
+
+from lightning_rob.evaluation.power import Power, power
+
+__all__ = ["Power", "power"]

@@ -1,6 +1,7 @@
 """The audit of a defense: attacks by its kind, columns over all images, and all checks."""
 
 from collections.abc import Sequence
+from itertools import chain
 from operator import methodcaller
 from typing import Any
 
@@ -72,12 +73,14 @@ def lazy_columns(
     """Return the columns [B] of a batch by name: scores under attacks, then `COLUMNS`."""
     names = [*target.attacks, *target.half_columns]
     scores: dict[str, Measure] = {n: methodcaller("score", *n.split("/")) for n in names}
+    for name, columns in target.power_columns.items():
+        scores |= {column: methodcaller("power", name, i) for i, column in enumerate(columns)}
     return LazyColumns(AuditBatch(target, x, y, index), scores | COLUMNS)
 
 
 def column_names(target: AuditTarget) -> list[str]:
-    """Return the names of all columns: scores under attacks, then `COLUMNS`."""
-    return [*target.attacks, *target.half_columns, *COLUMNS]
+    """Return the names of all columns: scores under attacks, their power, then `COLUMNS`."""
+    return [*target.attacks, *target.half_columns, *chain(*target.power_columns.values()), *COLUMNS]
 
 
 def measure(target: AuditTarget, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
@@ -110,9 +113,11 @@ class _Measured(dict[str, Tensor]):
 def build_report(target: AuditTarget, columns: Columns, checks: Sequence[Check] = CHECKS) -> Report:
     """Judge the columns [N] of all images together."""
     read = _Measured(columns, target.failed) if target.failed else columns
+    if target.power_columns:
+        checks = (*checks, strength.power)
     findings = by_severity(made(check, target, read) for check in checks)
     title = f"{type(target.defense).__name__} · {KINDS[target.suite.kind]}"
-    results = _results(target, columns) if tuple(checks) == CHECKS else []
+    results = _results(target, columns) if set(CHECKS) <= set(checks) else []
     return Report(title, results, findings)
 
 
@@ -122,6 +127,8 @@ def _results(target: AuditTarget, columns: Columns) -> list[Result]:
     for name, attack in target.attacks.items():
         ball = "every image" if name == "unbounded" else str(attack.threat)
         details = {"attack": attack_spec(attack), "ball": ball}
+        if name in target.power_columns:
+            details["power"] = strength.power_of(target, columns, name).record()
         if len(known(columns[name])):
             found.append(measured(name, columns[name], target.seconds[name], details))
     names = target.half_columns or target.worst_over

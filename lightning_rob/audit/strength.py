@@ -19,6 +19,7 @@ from lightning_rob.evaluation.findings import (
     percent,
     significant,
 )
+from lightning_rob.evaluation.power import Power, counted, finding_of
 from lightning_rob.evaluation.suites import DISSIMILARITY
 from lightning_rob.objectives import ce_of_rule
 
@@ -192,6 +193,20 @@ def _is_strong_enough(attack: Attack, target: AuditTarget) -> bool:
         for part in searches
     )
     return covers and crosses
+
+
+def power(target: AuditTarget, columns: Columns) -> Finding:
+    """Find attacks that miss adversarial images that exist by construction."""
+    reasons = set(target.untested.values())
+    if len(reasons) == 1 and "" not in reasons:
+        return not_checked(*reasons)
+    return finding_of({name: power_of(target, columns, name) for name in target.power_columns})
+
+
+def power_of(target: AuditTarget, columns: Columns, name: str) -> Power:
+    """Return the power of one of the audit's attacks."""
+    found = torch.stack([columns[column] for column in target.power_columns[name]], 1)
+    return Power.of(counted(found), target.untested[name])
 
 
 CHECKS = (steps, radius, noise, restarts, black_box, adaptive)

@@ -13,6 +13,7 @@ from lightning_rob.defenses.copies import working_copy
 from lightning_rob.evaluation import AttackerDefenderSession, NoAttack
 from lightning_rob.evaluation.check_batch import CheckBatch, CheckTarget
 from lightning_rob.evaluation.evaluator import check_predictions
+from lightning_rob.evaluation.power import found_by, not_applicable
 from lightning_rob.evaluation.suites import suite_for
 from lightning_rob.metrics import robust_accuracy
 from lightning_rob.objectives import NonFiniteLogitsError
@@ -21,6 +22,7 @@ from lightning_rob.threat import Threat
 
 INFERENCES = 5  # predictions of each image; their mean is the score
 GRADIENT_FREE = ("clean", "noise", "square")
+WEAK = ("clean", "noise", "fgsm")  # attacks that are there to be beaten
 
 
 class AuditTarget(CheckTarget):
@@ -29,6 +31,7 @@ class AuditTarget(CheckTarget):
     Args:
         other_attacks: name -> attack that the user runs beside the audit.
         progress: called with the name of an attack and the number of images that it attacked.
+        power: test whether each attack finds adversarial images that exist by construction.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class AuditTarget(CheckTarget):
         seed: int = 0,
         other_attacks: Mapping[str, Attack] | None = None,
         progress: Callable[[str, int], object] | None = None,
+        power: bool = False,
     ) -> None:
         super().__init__(working_copy(defense), threat.bounds, seed)
         self.threat = threat
@@ -55,6 +59,11 @@ class AuditTarget(CheckTarget):
         halves = () if self.transductive else ("first", "second")
         # They choose and score the worst case of a random defense.
         self.half_columns = [f"{name}/{half}" for name in self.worst_over for half in halves]
+        tested = [name for name in self.worst_over if name not in WEAK] if power else []
+        self.untested = {name: not_applicable(defense, self.attacks[name]) for name in tested}
+        # Of the attack and of random search; of a defense that rejects twice.
+        count = 2 if defense.rejects is None else 4
+        self.power_columns = {name: [f"{name}/power/{i}" for i in range(count)] for name in tested}
 
     def session(self, attack: Attack, name: str) -> AttackerDefenderSession:
         """Return the session of an attack; against a defense that adapts it continues."""
@@ -76,6 +85,7 @@ class AuditBatch(CheckBatch):
         self.target: AuditTarget = target
         self.scores: dict[str, Tensor] = {}  # [B, R] by inference
         self.perturbed: dict[str, Tensor] = {}
+        self.found: dict[str, Tensor] = {}  # the power of attacks, see `found_by`
 
     def score(self, name: str, half: str = "") -> Tensor:
         """Return the probability [B] of a right prediction under an attack, or in half of draws."""
@@ -88,6 +98,22 @@ class AuditBatch(CheckBatch):
         # One half chooses the strongest attack, the other scores it.
         first, second = self.scores[name].tensor_split(2, dim=1)
         return {"first": first, "second": second}.get(half, self.scores[name]).mean(1)
+
+    def power(self, name: str, column: int) -> Tensor:
+        """Return a column [B] of `found_by`: NaN for images that could not be tested."""
+        target = self.target
+        if name not in self.found:
+            self.found[name] = self.unknown()[:, None].expand(-1, len(target.power_columns[name]))
+            try:
+                if not target.untested[name]:
+                    images = self.x, self.y, self.index
+                    attack = target.attacks[name]
+                    self.found[name] = found_by(attack, target.defense, *images, target.seed)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # the other attacks can be tested
+                target.untested[name] = f"not tested: {error}"
+        return self.found[name][:, column]
 
     def run(self, name: str, attack: Attack) -> tuple[Tensor, Tensor]:
         """Return the images [B, C, H, W] under an attack of this name, and their scores [B, R]."""

@@ -43,6 +43,7 @@ class RobustAudit(EvaluationCallback):
         protocol: rounds in which a defense that adapts is attacked; None is `RoundProtocol()`.
         record: file in the run's folder.
         group_size: images that are attacked together; other sizes may round otherwise.
+        power: test whether each attack finds adversarial images that exist by construction.
         **inputs: `unpack`, `preprocess` and `dataloader_idx` of `EvaluationCallback`.
 
     Raises:
@@ -60,6 +61,7 @@ class RobustAudit(EvaluationCallback):
         protocol: RoundProtocol | None = None,
         record: str = "audit.json",
         group_size: int = GROUP_SIZE,
+        power: bool = False,
         **inputs: Any,
     ) -> None:
         settings = EvaluationSettings(
@@ -71,6 +73,7 @@ class RobustAudit(EvaluationCallback):
         self.steps = steps
         self.queries = queries
         self.record = record
+        self.power = power
         self.target: AuditTarget | None = None
         self.table = PerImage(1)
         self.tried = False
@@ -78,7 +81,12 @@ class RobustAudit(EvaluationCallback):
 
     def begin(self, trainer: Trainer, pl_module: Any, loaders: Any) -> Sequence[Images]:
         self.target = target = AuditTarget(
-            self.defense_of(pl_module), self.threat, self.steps, self.queries, self.settings.seed
+            self.defense_of(pl_module),
+            self.threat,
+            self.steps,
+            self.queries,
+            self.settings.seed,
+            power=self.power,
         )
         target.other_attacks = {}
         for one in trainer.callbacks:  # type: ignore[attr-defined]

@@ -40,6 +40,7 @@ from lightning_rob.evaluation.records import (
 from lightning_rob.evaluation.results import EvaluationResult, worst_measurement
 from lightning_rob.evaluation.store import KNOWN, PerImageResults
 from lightning_rob.evaluation.suites import plug_in_for
+from lightning_rob.runtime.errors import at_least
 from lightning_rob.runtime.identity import attack_spec, cache_key, fingerprint
 from lightning_rob.tables import CLEAN, print_table
 from lightning_rob.threat import Length, Norm
@@ -90,6 +91,8 @@ class RobustEval(EvaluationCallback):
         private_draws: fresh defenders, each with private randomness of its own, that adapt to the
             same perturbed batch; of more than one the intervals hold that randomness too.
         group_size: images that are attacked together; other sizes may round otherwise.
+        power: number of images, of each process, on which the attacks are tested: do they find
+            adversarial images that exist by construction? See `lightning_rob.audit.power`.
         known_noise: attack a defense that predicts at random once more, by an attacker who knows
             its draws, and log `{stage}/robust/known_noise`; see `EvaluationResult.known_noise`.
         **inputs: `unpack`, `preprocess` and `dataloader_idx` of `EvaluationCallback`.
@@ -116,9 +119,11 @@ class RobustEval(EvaluationCallback):
         save_images: bool = False,
         private_draws: int = 1,
         group_size: int = GROUP_SIZE,
+        power: int = 0,
         known_noise: bool = False,
         **inputs: Any,
     ) -> None:
+        at_least(0, power=power)
         settings = EvaluationSettings(
             seed,
             repeats,
@@ -136,6 +141,7 @@ class RobustEval(EvaluationCallback):
         self.panel = panel
         self.record = record
         self.save_images = save_images
+        self.power = power
         self.evaluations: list[Evaluation] = []
         self.result: EvaluationResult | None = None
         self.results: list[Result] = []
@@ -180,7 +186,7 @@ class RobustEval(EvaluationCallback):
         for one in self.evaluated_for(trainer):
             one.result, one.results, one.evaluations = None, [], []
             if one.due(trainer):
-                how = (one.target, one.settings, one.panel, one.record, one.save_images)
+                how = (one.target, one.settings, one.panel, one.record, one.save_images, one.power)
                 together.setdefault(how, []).append(one)
         # Other targets see the same images if these come in the same groups or rounds.
         passes: dict[Hashable, Images] = {}
@@ -301,7 +307,13 @@ class Evaluation:
         self.image_folder: Path | None = None
         store = self._store()
         self.evaluator = Evaluator(
-            defense, self.attacks, self.settings, store, self.attacked, self.details
+            defense,
+            self.attacks,
+            self.settings,
+            store,
+            self.attacked,
+            self.details,
+            power=self.first.power,
         )
 
     def _store(self) -> PerImageResults:

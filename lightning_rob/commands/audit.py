@@ -33,6 +33,7 @@ class AuditConfig(CommandConfig):
         steps: of the default PGD; other attacks take a multiple
         queries: of the black-box Square Attack, per image
         seed: of all noise, and of the choice of images
+        power: test whether each attack finds adversarial images that exist by construction
         strict: exit with code 1 if something severe was found
     """
 
@@ -44,6 +45,7 @@ class AuditConfig(CommandConfig):
     steps: int = 20
     queries: int = 1000
     seed: int = 0
+    power: bool = False
     strict: bool = False
 
     def __post_init__(self) -> None:
@@ -79,6 +81,7 @@ def run(config: AuditConfig, run: "Run") -> bool:
         config.queries,
         max_images=config.images,
         seed=config.seed,
+        power=config.power,
         **vars(run.inputs),
     )
     run.trainer.callbacks.append(audit)  # type: ignore[attr-defined]

@@ -41,6 +41,7 @@ from lightning_rob.evaluation.protocol import RoundProtocol
 from lightning_rob.evaluation.records import threat_model_card, versions
 from lightning_rob.evaluation.results import EvaluationResult
 from lightning_rob.evaluation.store import PerImageResults
+from lightning_rob.runtime.errors import at_least
 from lightning_rob.runtime.identity import cache_key, fingerprint
 from lightning_rob.tables import CLEAN
 
@@ -62,6 +63,7 @@ def evaluate(
     preprocess: Callable[[Tensor], Tensor] | None = None,
     resume: Path | str | None = None,
     checks: bool = True,
+    power: int = 0,
     progress: bool = True,
 ) -> EvaluationResult:
     """Score a defense on clean images and under each attack.
@@ -91,6 +93,8 @@ def evaluate(
             attacks go through its gradient.
         resume: a folder; an evaluation that was killed continues from the images it has there.
         checks: check the defense on the first images, which costs a few passes.
+        power: number of images on which each attack is tested: does it find adversarial images that
+            exist by construction? See `lightning_rob.audit.power`; it costs these attacks again.
 
     Returns:
         The scores, image by image, with accuracies, intervals and comparisons, and `findings`: what
@@ -101,6 +105,7 @@ def evaluate(
     """
     check_names(attacks)
     require_packages(attacks.values())
+    at_least(0, power=power)
     defense = as_defense(model, preprocess)
     settings = EvaluationSettings(
         seed,
@@ -132,7 +137,7 @@ def evaluate(
             bar.set_postfix_str(batch.name, refresh=False)
             bar.update(len(batch.index) / len(attacks))
 
-        evaluator = Evaluator(defense, attacks, settings, store, attacked, details, checks)
+        evaluator = Evaluator(defense, attacks, settings, store, attacked, details, checks, power)
         with torch.autocast(device.type, enabled=False), torch.inference_mode(False):
             for batch in indexed_groups(batches, settings, rounds, unpack):
                 x, y, index = on_device(batch, device)

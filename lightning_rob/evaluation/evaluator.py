@@ -26,6 +26,7 @@ from lightning_rob.evaluation.check_batch import CheckTarget
 from lightning_rob.evaluation.checks import checked, randomness, slope
 from lightning_rob.evaluation.findings import Finding
 from lightning_rob.evaluation.groups import GROUP_SIZE
+from lightning_rob.evaluation.power import Power, counted, found_by, not_applicable
 from lightning_rob.evaluation.protocol import (
     PREDICT,
     AttackerDefenderSession,
@@ -39,7 +40,7 @@ from lightning_rob.evaluation.worst import is_random
 from lightning_rob.metrics import robust_accuracy
 from lightning_rob.objectives import ce_of_rule, check_classes, check_labels
 from lightning_rob.randomness import Streams
-from lightning_rob.rules import VOTING_RULES, rejected_share, top2_majority_as_released
+from lightning_rob.rules import mean_probs, rejected_share
 from lightning_rob.runtime.errors import at_least
 from lightning_rob.runtime.precision import float32_precision, in_float32
 from lightning_rob.tables import CLEAN
@@ -158,6 +159,7 @@ class Evaluator:
         attacked: function that is called after each attack on each batch.
         details: other fields of the records.
         checks: check the defense on the first images, see `lightning_rob.evaluation.checks`.
+        power: number of images on which the attacks are tested, see `lightning_rob.audit.power`.
     """
 
     def __init__(
@@ -169,6 +171,7 @@ class Evaluator:
         attacked: Callable[[AttackedBatch], object] | None = None,
         details: Mapping[str, Any] | None = None,
         checks: bool = True,
+        power: int = 0,
     ) -> None:
         self.defense = defense
         self.attacks = dict(attacks)
@@ -182,6 +185,11 @@ class Evaluator:
         self.details = dict(details or {})
         self.random = False
         self.to_check = {CLEAN, *self.attacks} if checks else set()
+        self.to_test = power  # images
+        tested = self.attacks if power else {}
+        self.not_tested = {name: not_applicable(defense, one) for name, one in tested.items()}
+        tests = 1 if defense.rejects is None else 2  # of each attack
+        self.powers = torch.zeros(len(tested), tests, 4, dtype=torch.double)
         self.findings: list[Finding] = []
         self.recovered: set[str] = set()  # attacks that took gradients just inside the bounds
         self.inside: Backward | None = None  # with which all attacks run from now on
@@ -281,6 +289,26 @@ class Evaluator:
         if keep:
             known = outcomes[KNOWN].scores[:, 0] if KNOWN in outcomes else None
             self.store.add_batch(x, y, index, [outcomes[name] for name in names], known)
+            if self.to_test:
+                rows = _spread(x, self.to_test)
+                self.to_test -= len(rows)
+                self._test(x[rows], y[rows], index[rows])
+
+    def _test(self, x: Tensor, y: Tensor, index: Tensor) -> None:
+        """Test the power of the attacks on some images."""
+        for number, name in enumerate(self.attacks):
+            if self.not_tested[name]:
+                continue
+            attack = self.attacks[name]
+            if self.inside is not None:
+                attack = WithBackward(attack, self.inside)
+            try:
+                found = found_by(attack, self.subject, x, y, index, self.settings.seed)
+                self.powers[number] += counted(found).cpu()
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # the scores are worth something without the test
+                self.not_tested[name] = f"not tested: {type(error).__name__}: {error}"
 
     @property
     def _draws(self) -> bool:
@@ -395,6 +423,9 @@ class Evaluator:
             held = torch.tensor(float(random), device=device_of(self.defense))
             distributed.all_reduce(held, distributed.ReduceOp.MAX)
             random = bool(held)
+            counts = self.powers.float().to(held.device)
+            distributed.all_reduce(counts)
+            self.powers = counts.double().cpu()
         self.__dict__.pop("subject", None)  # its memory is for the next training step
         self.sessions.clear()
         return EvaluationResult(
@@ -408,6 +439,10 @@ class Evaluator:
             dict(self.seconds),
             self.details,
             tuple(noted),
+            {
+                name: Power.of(counts, why)
+                for (name, why), counts in zip(self.not_tested.items(), self.powers, strict=True)
+            },
         )
 
 
@@ -422,8 +457,8 @@ def check_predictions(defense: Defense, predictions: Tensor, y: Tensor) -> None:
     check_labels(y, predictions.shape[-1])
     if defense.rejects is not None:
         check_none_rejected(y, defense.rejects)
-    # A row of zeros of these rules stands for logits that are not finite.
-    known = defense.rule in (*VOTING_RULES.values(), top2_majority_as_released)
+    # A row of zeros of the package's rules stands for logits that are not finite.
+    known = getattr(defense.rule, "__module__", None) == mean_probs.__module__
     if not (known or defense.abstains) and bool((predictions == 0).all(-1).any()):
         name = getattr(defense.rule, "__name__", repr(defense.rule))
         raise ValueError(

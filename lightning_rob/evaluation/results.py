@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from lightning_rob.evaluation.findings import (
     percent,
     record,
 )
+from lightning_rob.evaluation.power import Power, finding_of
 from lightning_rob.evaluation.records import Result, measured, threat_model_card
 from lightning_rob.evaluation.result_file import write_result_file
 from lightning_rob.evaluation.store import KNOWN, PerImageRows
@@ -49,6 +50,7 @@ class EvaluationResult:
     seconds: Mapping[str, float] = field(default_factory=dict)  # run time of attacks, here
     details: Mapping[str, Any] = field(default_factory=dict)  # settings, for the records
     noted: tuple[Finding, ...] = ()  # what the checks of the defense found
+    power: Mapping[str, Power] = field(default_factory=dict)  # of attacks that were tested
 
     @property
     def names(self) -> list[str]:
@@ -155,7 +157,10 @@ class EvaluationResult:
         return tuple(by_severity(found))
 
     def _of_attack(self, name: str) -> Iterator[Finding]:
-        """Find an attack that saw nothing, climbed the wrong way, or reached only rejections."""
+        """Find an attack that is blind, too weak, climbs wrongly, or reaches only rejections."""
+        if name in self.power and self.power[name].passed is False:
+            weak = finding_of({name: self.power[name]})
+            yield replace(weak, values=weak.values | {"attack": name}, name="power")
         blind = self._blind(name)
         if many(blind):
             yield Finding(
@@ -324,6 +329,7 @@ class EvaluationResult:
         """The fields of an attack's record: its specification, comparison, distance, blindness."""
         attack, first = self.attacks[name], next(iter(reference.attacks))
         details = {"attack": attack_spec(attack), "threat": attack_spec(attack.threat)}
+        details |= {"power": self.power[name].record()} if name in self.power else {}
         details["ball"] = str(attack.threat)
         same = torch.equal(reference.index, self.index) and reference.joint == self.joint
         if same and not (reference is self and name == first):

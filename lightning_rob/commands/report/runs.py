@@ -51,6 +51,7 @@ class AttackResult:
     versions: Mapping[str, str] = field(default_factory=dict)
     plug_in: str = ""
     findings: Sequence[Mapping[str, str]] = ()
+    power: Mapping[str, Any] = field(default_factory=dict)
     known_noise: Mapping[str, Any] = field(default_factory=dict)  # accuracy, interval, n, ball
 
     @property

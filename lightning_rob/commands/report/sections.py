@@ -391,6 +391,9 @@ def evaluation(final: Sequence[AttackResult]) -> Iterator[Block]:
         text = f"{one['text']} {one['advice']}"
         yield Warned(text, "Finding") if one["severity"] in LOUD else Paragraph(text, "note")
     yield accuracy_table(final)
+    for result in final:
+        if result.power:
+            yield Paragraph(f"{result.name} {result.power['text']}.", "note")
 
 
 def result_to_cite(final: Sequence[AttackResult]) -> AttackResult | None:
