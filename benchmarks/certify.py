@@ -99,7 +99,7 @@ def measure(options):
     ]
     print(f"times fewer draws by image, quartiles: {quartiles}; ")
     print(f"over all images {both[0].draws.sum() / both[1].draws.sum():.1f}")
-    grid = [round(sigma * (0.75 + 0.75 * i), 3) for i in range(8)]
+    grid = [round(sigma * i, 3) for i in range(1, 13)]
     smoothed, attacks = Smoothing(base, sigma, draws=51), pgd(grid, 8, 4)
     attacked = evaluate(smoothed, attacks, batches, inferences=5, checks=False, progress=False)
     broken = torch.stack([attacked.per_image(name) for name in attacks], 1) == 0

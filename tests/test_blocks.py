@@ -44,6 +44,7 @@ EXTRAS = ("adv_lib", "foolbox", "onnxruntime", "torchattacks")  # run where they
 GATES = ("--alarm", "--drop", "--fail_if_worse", "--fail_under", "--strict")
 RECIPES = {  # page -> recipe of `last.ckpt` and `logs/version_0`, where it is not the demo
     "athena_tables.md": "athena_digits",
+    "certify.md": "smoothing_digits",
     "random_transforms.md": "normal_patches",
 }
 CHECKPOINTS = (  # files that the pages name, with folders of other machines below the current one

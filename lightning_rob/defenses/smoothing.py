@@ -9,7 +9,7 @@ from torch.nn.functional import one_hot
 from lightning_rob.defenses.base import Defense, Single
 from lightning_rob.objectives import log_mean_probs
 from lightning_rob.randomness import Generator, Streams, uniform
-from lightning_rob.rules import Rule, expectation, majority, mean_logits, mean_probs, random_member
+from lightning_rob.rules import expectation, majority, mean_logits, mean_probs, random_member
 from lightning_rob.runtime.errors import at_least
 from lightning_rob.runtime.memory import images_at_once
 
@@ -62,6 +62,7 @@ class Smoothing(Defense):
             it rejects by a class, that class has votes too.
         sigma: standard deviation of the noise in pixel units.
         draws: copies of each image in a prediction; attacks and training may draw others.
+        rejects: class by which a network rejects an image; a defense has its own.
 
     Raises:
         ValueError: a sigma that is not above 0, no draws, or a base that rejects by rows of zeros.
@@ -75,7 +76,6 @@ class Smoothing(Defense):
         base: nn.Module,
         sigma: float = 0.25,
         draws: int = 100,
-        rule: Rule = majority,
         rejects: int | None = None,
     ) -> None:
         if not 0 < sigma < torch.inf:
@@ -95,7 +95,7 @@ class Smoothing(Defense):
             )
         if is_smoothing(base):
             raise TypeError(f"{name} is smoothed already: smooth its base")
-        super().__init__(torch.full((draws,), 1 / draws), rule, base.rejects)
+        super().__init__(torch.full((draws,), 1 / draws), majority, base.rejects)
         self.base, self.sigma, self.draws = base, sigma, draws
 
     @property
