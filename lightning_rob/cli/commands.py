@@ -165,6 +165,7 @@ def _with_data(line: CommandLine) -> None:
 
 RUNNERS: dict[str, Callable[[CommandLine], object]] = {
     "sweep": CommandCLI,
+    "attack": CommandCLI,
     "audit": CommandCLI,
     "export": CommandCLI,
     "tune": _with_trainings,

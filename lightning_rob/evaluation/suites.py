@@ -8,6 +8,8 @@ from lightning_rob.attacks import (
     PGD,
     TAA,
     Attack,
+    Auto,
+    AutoAttack,
     LatticeClimber,
     OnDifferentiable,
     Square,
@@ -45,6 +47,23 @@ RECIPES: dict[SuiteKind, str] = {
     "transformed": "callbacks/votes_adaptive.yaml",
     "transductive": "callbacks/gmsa_avg.yaml",
 }
+
+
+def attacks_by_name(name: str, defense: Defense, threat: Threat) -> dict[str, Attack]:
+    """Return the attacks that one word stands for: pgd, autoattack, auto or suite.
+
+    Raises:
+        ValueError: another word, or a threat that the attacks do not support.
+    """
+    if name == "suite":
+        return suite_for(defense, threat).attacks
+    if name == "auto":
+        return {name: Auto(threat)}
+    if name == "autoattack":
+        return {name: AutoAttack(threat)}
+    if name == "pgd":
+        return {name: PGD(threat, 20, step_across(threat.eps, 20, 4))}
+    raise ValueError(f"attacks must be pgd, autoattack, auto, suite or a mapping, got {name!r}")
 
 
 def default_attacks(defense: Defense, threat: Threat) -> dict[str, Attack]:
