@@ -4,7 +4,8 @@
 
 Trains small networks on digits (14x14 pixels), with and without adversarial training, and evaluates
 more than thirty honest defenses of them under PGD: layers, norms, seeds, ensembles, random
-transforms, half precision. Prints the findings of each; every flag is a false one.
+transforms, half precision; and the two networks of the package at full size. Prints the findings of
+each; every flag is a false one.
 
     OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 python benchmarks/checks.py --cost
 
@@ -23,7 +24,7 @@ from torch import nn
 from torch.nn.functional import avg_pool2d, cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_rob import PGD, Ensemble, RandomTransforms, Single, Threat, evaluate
+from lightning_rob import PGD, Ensemble, RandomTransforms, Single, Threat, evaluate, load
 from lightning_rob.data import Digits5k
 from lightning_rob.evaluation.evaluator import Evaluator
 from lightning_rob.nets import MNISTNet, ResNet20, SmallCNN
@@ -32,6 +33,7 @@ from lightning_rob.rules import mean_logits, mean_probs
 
 LINF, L2 = Threat("linf", 0.15), Threat("l2", 1.0)
 IMAGES = 100
+ZOO = ("digits_robust", "digits_standard")
 
 
 def digits(train, count):
@@ -149,12 +151,13 @@ def defenses(x, y):
 
 
 def false_findings():
-    x, y = digits(True, 4000)
-    x_test, y_test = digits(False, IMAGES)
-    x, x_test = avg_pool2d(x, 2), avg_pool2d(x_test, 2)
-    loader = DataLoader(TensorDataset(x_test, y_test), 100)
+    (x, y), test = digits(True, 4000), digits(False, IMAGES)
+    halved = DataLoader(TensorDataset(avg_pool2d(test[0], 2), test[1]), 100)
+    shipped = [(zoo, Threat("linf", 0.1), load(f"zoo:{zoo}")) for zoo in ZOO]
+    cases = [(halved, *case) for case in defenses(avg_pool2d(x, 2), y)]
+    cases += [(DataLoader(TensorDataset(*test), 100), *case) for case in shipped]
     flagged, count = [], 0
-    for name, threat, defense in defenses(x, y):
+    for loader, name, threat, defense in cases:
         pgd = PGD(threat, 20, threat.eps / 4, objective=expected_ce)
         result = evaluate(defense, {"pgd": pgd}, loader, progress=False)
         names = [finding.name for finding in result.findings if finding.flagged]

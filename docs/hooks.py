@@ -43,6 +43,7 @@ REFERENCE = {  # page: title, and the modules whose public names it lists
         "metrics.corruption_error.corruption_error",
     ),
     "audit": ("Audit", "audit.auditor", "audit.report", "audit.target"),
+    "certify": ("Certificates", "certify", "certify.bounds"),
     "nets": ("Networks", "nets"),
     "data": ("Data", "data"),
     "transforms": ("Transforms", "transforms", "transforms.nondifferentiable", "transforms.bpda"),

@@ -44,6 +44,7 @@ EXTRAS = ("adv_lib", "foolbox", "onnxruntime", "torchattacks")  # run where they
 GATES = ("--alarm", "--drop", "--fail_if_worse", "--fail_under", "--strict")
 RECIPES = {  # page -> recipe of `last.ckpt` and `logs/version_0`, where it is not the demo
     "athena_tables.md": "athena_digits",
+    "certify.md": "smoothing_digits",
     "random_transforms.md": "normal_patches",
 }
 CHECKPOINTS = (  # files that the pages name, with folders of other machines below the current one
@@ -66,8 +67,10 @@ RUN = [
 ]
 FIT = [*RUN, *map(ONE.format, ("max_steps", "limit_train_batches", "limit_val_batches"))]
 SHORT = {  # command -> options that shorten it
+    "attack": [*RUN, "--images=2", "--passes=20"],
     "audit": [*RUN, "--images=2", "--queries=2", "--steps=1"],
     "bpda": ["--epochs=1", "--max_images=4"],
+    "certify": [*RUN, "--images=2", "--draws=60", "--steps=1"],
     "compare": [],
     "export": [*RUN, "--images=2", "--allow-import=mine"],
     "fit": FIT,

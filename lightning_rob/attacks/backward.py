@@ -168,8 +168,7 @@ def _linearize(branch: Branch) -> fx.Node:
 
     def linear(x: Tensor) -> Tensor:
         wanted = x.requires_grad and torch.is_grad_enabled()
-        out: Tensor = _LinearBranch.apply(x, run) if wanted else run(x, _Switch())
-        return out
+        return _LinearBranch.apply(x, run) if wanted else run(x, _Switch())
 
     with graph.inserting_before(branch.addition):
         call = graph.call_function(linear, (branch.entry,))
@@ -228,8 +227,7 @@ def _norms(batch: Tensor) -> Tensor:
     """Return the 2-norm of each image, without underflow: [B, …] -> [B]."""
     flat = batch.flatten(1)
     largest = divisor(flat.abs().amax(1))
-    norms: Tensor = largest * torch.linalg.vector_norm(scale(flat, 1 / largest), dim=1)
-    return norms
+    return largest * torch.linalg.vector_norm(scale(flat, 1 / largest), dim=1)
 
 
 @dataclass(frozen=True)
@@ -272,8 +270,7 @@ class InsideBounds(Backward):
                 # In half precision a smaller step would round back to the bound.
                 hair = max(self.hair, torch.finfo(x.dtype).eps)
                 inside = logits_in(plain(pinned(x, low + hair, high - hair)))
-                out: Tensor = _ValueWithGradientOf.apply(logits, inside)
-                return out
+                return _ValueWithGradientOf.apply(logits, inside)
 
             return forward
 

@@ -89,8 +89,7 @@ class Counted:
         return passes - count.asked
 
     def _with_effort(self, effort: int) -> Self:
-        changed: Self = replace(self, **{self.effort: effort})  # type: ignore[type-var]
-        return changed
+        return replace(self, **{self.effort: effort})  # type: ignore[type-var]
 
 
 def shared(attacks: Sequence[A], passes: int, count: PassCount) -> list[A]:

@@ -115,5 +115,4 @@ def _is_fooled(defense: Defense, x_adv: Tensor, run: Search) -> Tensor:
     """Return the images [b] that the defense predicts correctly with probability 0."""
     predictions = defense(x_adv, run.generator)
     check_labels(run.y, predictions.shape[-1])
-    fooled: Tensor = predictions.gather(1, run.y[:, None])[:, 0] <= 0
-    return fooled
+    return predictions.gather(1, run.y[:, None])[:, 0] <= 0

@@ -32,8 +32,7 @@ def walk(attack: A) -> Iterator[A]:
 def map_attacks(attack: A, change: Callable[[A], dict[str, Any]]) -> A:
     """Return a copy of the attack with fields changed, in the attacks inside it too."""
     inner = mapped_arguments(attack, lambda part: map_attacks(part, change))
-    changed: A = replace(attack, **inner | change(attack))  # type: ignore[type-var]
-    return changed
+    return replace(attack, **inner | change(attack))  # type: ignore[type-var]
 
 
 def mapped_arguments(attack: A, change: Callable[[A], A]) -> dict[str, Any]:

@@ -63,8 +63,7 @@ class Block:
 
     def run(self, graph: fx.Graph, *inputs: Any) -> Tensor:
         """Run a graph of this module's layers; compiling it would leave traces in the module."""
-        out: Tensor = fx.Interpreter(self.module, graph=graph).run(*inputs)
-        return out
+        return fx.Interpreter(self.module, graph=graph).run(*inputs)
 
     def is_relu(self, node: fx.Node) -> bool:
         """Whether a node is a ReLU, as a module, function or method."""

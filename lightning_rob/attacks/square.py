@@ -203,8 +203,7 @@ def _normalized(window: Tensor) -> Tensor:
 def pyramids(side: int) -> Tensor:
     """Return the change of an l2 window: a pyramid above an inverted one (eqs. 2 and 3)."""
     upper, lower = (_pyramid(height, side) for height in (side // 2, side - side // 2))
-    pattern: Tensor = torch.cat([upper, -lower]) / (2.0 if side > 1 else 1.0) ** 0.5
-    return pattern
+    return torch.cat([upper, -lower]) / (2.0 if side > 1 else 1.0) ** 0.5
 
 
 def _pyramid(height: int, width: int) -> Tensor:

@@ -38,8 +38,7 @@ def nonfinite_attacked(batch: AuditBatch) -> Tensor:
 def prediction_varies(batch: AuditBatch) -> Tensor:
     """Return the images [B] whose two predictions differ."""
     first, second = predictions(batch.target.defense, batch.x, batch.noise("answers"), 2)
-    found: Tensor = (first - second).abs().amax(1) > LARGE_CHANGE
-    return found
+    return (first - second).abs().amax(1) > LARGE_CHANGE
 
 
 def averaged(batch: AuditBatch) -> Tensor:

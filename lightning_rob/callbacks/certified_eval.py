@@ -63,7 +63,8 @@ class CertifiedEval(EvaluationCallback):
 
     def begin(self, trainer: Trainer, pl_module: Any, loaders: Any) -> Sequence[Images]:
         self.smoothed, self.result = smoothed_by(self.defense_of(pl_module), self.sigma), None
-        self.rows = new_rows().to(pl_module.device)
+        device = pl_module.device
+        self.rows = new_rows().to("cpu" if device.type == "mps" else device)  # it has no float64
         return [Images(trainer, loaders, self.inputs, self.settings)]
 
     def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch, images: Images) -> None:

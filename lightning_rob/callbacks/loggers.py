@@ -19,8 +19,7 @@ def run_folder(trainer: Trainer) -> Path | None:
     parent = logger.save_dir
     if parent is None or "://" in str(parent):
         parent = trainer.default_root_dir
-    folder: Path = trainer.strategy.broadcast(Path(parent) / str(logger.name) / version)
-    return folder
+    return trainer.strategy.broadcast(Path(parent) / str(logger.name) / version)
 
 
 def writing_folder(trainer: Trainer) -> Path | None:

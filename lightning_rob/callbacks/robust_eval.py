@@ -11,7 +11,6 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_rob.attacks import Attack
-from lightning_rob.attacks.auto import suite_kind
 from lightning_rob.callbacks.base import EvaluationCallback, with_threat
 from lightning_rob.callbacks.image_grid import image_grid
 from lightning_rob.callbacks.images import Images, checkpoint_position
@@ -40,7 +39,7 @@ from lightning_rob.evaluation.records import (
 )
 from lightning_rob.evaluation.results import EvaluationResult, worst_measurement
 from lightning_rob.evaluation.store import KNOWN, PerImageResults
-from lightning_rob.evaluation.suites import RECIPES
+from lightning_rob.evaluation.suites import plug_in_for
 from lightning_rob.runtime.errors import at_least
 from lightning_rob.runtime.identity import attack_spec, cache_key, fingerprint
 from lightning_rob.tables import CLEAN, print_table
@@ -303,7 +302,7 @@ class Evaluation:
         self.target_name = getattr(self.target, "__name__", repr(self.target))
         whole = self.first.defense_of(self.trainer.lightning_module)
         self.details = images.metadata_on(defense)
-        self.details |= {"target": self.target_name, "plug_in": RECIPES[suite_kind(whole)]}
+        self.details |= {"target": self.target_name, "plug_in": plug_in_for(whole)}
         self.panels: dict[str, Tensor] = {}
         self.image_folder: Path | None = None
         store = self._store()

@@ -87,13 +87,17 @@ class Certificates:
         wrong, which 10 inferences are by bad luck on one of 1,000 images at most. Any success is
         a bug of the attack or of the certificate, or the model's prediction on a copy depends on
         more than this copy, but for the small probability with which a certificate fails.
+
+        Raises:
+            ValueError: other images were attacked.
         """
+        if not torch.equal(self.index, attacked.index):
+            raise ValueError("certificates and attacks are of other images: evaluate the same ones")
         found = []
         for name, attack in attacked.attacks.items():
             if attack.threat.p != 2 or attack.threat.relative:
                 continue
-            rows = torch.searchsorted(self.index, attacked.index)
-            certified = self.per_image(attack.threat.eps)[rows]
-            broken = attacked.index[(certified == 1) & (attacked.per_image(name) == 0)]
-            found += [(name, image) for image in broken.tolist()]
+            broken = attacked.per_image(name) == 0
+            broken &= self.per_image(attack.threat.eps) == 1
+            found += [(name, image) for image in self.index[broken].tolist()]
         return found

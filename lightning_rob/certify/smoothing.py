@@ -145,7 +145,7 @@ class Certifier:
                 some = torch.from_numpy(rows).to(x.device)
                 first, last = SELECTION + before, SELECTION + count
                 votes = _votes(copied, x[some], streams[some], first, last)
-                right[rows] += votes.gather(1, chosen[some, None])[:, 0].double().cpu().numpy()
+                right[rows] += votes.gather(1, chosen[some, None])[:, 0].cpu().double().numpy()
                 taken[rows], before = last, count
                 found = lower_bound(right[rows], count, failure) - error
                 lower[rows] = np.maximum(lower[rows], found)

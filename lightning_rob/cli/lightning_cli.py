@@ -18,7 +18,6 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.multiprocessing.spawn import ProcessException
 
-from lightning_rob.attacks.auto import suite_kind
 from lightning_rob.callbacks.guard import TerminateOnNonFinite
 from lightning_rob.callbacks.loggers import run_folder, writing_folder
 from lightning_rob.cli.checkpoints import SafeCheckpointIO
@@ -36,7 +35,7 @@ from lightning_rob.commands.base import trained_threat
 from lightning_rob.commands.checkpoints import RECIPE, config_in_checkpoint
 from lightning_rob.commands.thresholds import parse_thresholds, violations
 from lightning_rob.evaluation.evaluate import as_defense
-from lightning_rob.evaluation.suites import RECIPES
+from lightning_rob.evaluation.suites import plug_in_for
 from lightning_rob.modules import RobustModule
 from lightning_rob.recipes.plugins import expand_recipe
 from lightning_rob.recipes.safe_yaml import load, one_line, reading_recipes
@@ -340,7 +339,7 @@ class RobustCLI(LightningCLI):
                 self.model, self.datamodule, ckpt_path=path, verbose=False, weights_only=True
             )
         if written:
-            plug_in = Path(RECIPES[suite_kind(as_defense(self.model))]).stem
+            plug_in = Path(plug_in_for(as_defense(self.model))).stem
             radius = "".join(f" {option}" for option in radius_options(trained_threat(self.model)))
             allowances = "".join(f" {OPTION} {name}" for name in sorted(allowed()))
             path = shlex.quote(written) + allowances

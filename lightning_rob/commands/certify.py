@@ -1,5 +1,6 @@
 """`lightning-rob certify`: certified and attacked accuracy of a smoothed checkpoint."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -10,10 +11,11 @@ from lightning_rob.commands.config import CommandConfig, at_least
 
 if TYPE_CHECKING:
     from lightning_rob.commands.base import Run
-    from lightning_rob.evaluation import EvaluationResult
+    from lightning_rob.evaluation.records import Result
 
 MULTIPLES = (0.5, 1.0, 1.5, 2.0)  # of sigma: radii where none are given
 INFERENCES = 10  # votes on each attacked image
+DRAWS = 16  # copies of an image in a step of PGD
 
 
 @dataclass(frozen=True)
@@ -88,47 +90,38 @@ def run(config: CertifyConfig, run: "Run") -> bool:
 
     if run.checkpoint is None:
         raise ValueError("say whose weights: lightning-rob certify CHECKPOINT")
-    smoothed = smoothed_by(run.defense, config.sigma)
-    radii = config.lengths(smoothed.sigma)
-    certify = CertifiedEval(
-        config.sigma,
-        (0.0, *radii),
-        config.draws,
-        config.failure,
-        max_images=config.images,
-        seed=config.seed,
-        **vars(run.inputs),
-    )
+    sigma = smoothed_by(run.defense, config.sigma).sigma
+    radii = (0.0, *config.lengths(sigma))
+    settings = EvaluationSettings(config.seed, inferences=INFERENCES, max_images=config.images)
+    chosen = {"max_images": config.images, "seed": config.seed, **vars(run.inputs)}
+    certify = CertifiedEval(config.sigma, radii, config.draws, config.failure, **chosen)
     attacks = {
         f"pgd_{radius:g}": PGD(
             Threat("l2", radius),
             config.steps,
             max(radius / 4, 2.5 * radius / config.steps),
-            draws=16,
+            draws=DRAWS,
             random_start=False,
         )
-        for radius in radii
+        for radius in radii[1:]
     }
-    settings = EvaluationSettings(config.seed, inferences=INFERENCES, max_images=config.images)
-    target = partial(smoothed_by, sigma=config.sigma)
     with without_reporting(run.trainer) as (_, others):
+        target = partial(smoothed_by, sigma=config.sigma)
         attack = Measurement(attacks, target, settings, run.inputs)
-        data = run.model, run.data, [*others, certify]
-        (attacked,) = measure(run.trainer, *data, [attack])
+        (attacked,) = measure(run.trainer, run.model, run.data, [*others, certify], [attack])
     certified = certify.result
     assert certified is not None
     wrong = certified.violations(attacked)
     if run.trainer.is_global_zero:
         print_table("Attacked: PGD on the vote", attacked.measurements())
-        folder = (
-            config.out or Path("certificates") / f"{Path(run.checkpoint).stem}_{smoothed.sigma:g}"
-        )
-        card = {"weights": fingerprint(run.defense), "command": run.command}
+        folder = config.out or Path("certificates") / f"{Path(run.checkpoint).stem}_{sigma:g}"
         folder.mkdir(parents=True, exist_ok=True)
+        card = {"weights": fingerprint(run.defense), "command": run.command}
         attacked.save(folder / "certified.csv", card, certified.columns())
-        found = certified.record((0.0, *radii)) | card | {"violations": wrong}
+        found = certified.record(radii) | card | {"violations": wrong}
         append_records(folder / "certified.jsonl", [found])
-        save(sandwich(certified, attacked, radii), folder / "certified.png")
+        bounds = [certified.measurement(radius) for radius in radii]
+        save(sandwich(bounds, attacked.measurements(), radii), folder / "certified.png")
         print(f"{len(wrong)} violations: attacks that succeed within a certified radius")
         for name, image in wrong[:10]:
             print(f"  {name} on image {image}")
@@ -136,22 +129,14 @@ def run(config: CertifyConfig, run: "Run") -> bool:
     return bool(wrong)
 
 
-def sandwich(certified: Any, attacked: "EvaluationResult", radii: tuple[float, ...]) -> Any:
+def sandwich(
+    certified: Sequence["Result"], attacked: Sequence["Result"], radii: Sequence[float]
+) -> Any:
     """Draw certified and attacked accuracy by radius: the truth lies between both lines."""
     from lightning_rob.plots import Curve, curves
 
-    lines = [certified.measurement(radius) for radius in (0.0, *radii)]
-    others = attacked.measurements()
-    x = (0.0, *radii)
-    return curves(
-        [
-            Curve("attacked: PGD on the vote", x, *_values(others)),
-            Curve("certified", x, *_values(lines)),
-        ],
-        "l2 radius (images span 0 to 1)",
-        f"accuracy in %, {len(attacked.index)} images",
-    )
-
-
-def _values(results: list[Any]) -> tuple[list[float], list[tuple[float, float]]]:
-    return [one.accuracy for one in results], [one.interval for one in results]
+    lines = [
+        Curve(label, radii, [one.accuracy for one in rows], [one.interval for one in rows])
+        for label, rows in (("attacked: PGD on the vote", attacked), ("certified", certified))
+    ]
+    return curves(lines, "l2 radius (images span 0 to 1)", f"accuracy in %, {attacked[0].n} images")

@@ -34,8 +34,7 @@ def config_of(command: str) -> type[CommandConfig] | None:
     if command in OF_LIGHTNING:
         return None
     module = import_module(f"lightning_rob.commands.{command}")
-    config: type[CommandConfig] = getattr(module, f"{command.capitalize()}Config")
-    return config
+    return getattr(module, f"{command.capitalize()}Config")
 
 
 def function_of(command: str) -> Any:

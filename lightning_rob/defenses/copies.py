@@ -179,8 +179,7 @@ def _copied_module(module: nn.Module, memo: Memo) -> nn.Module:
         for name in (name for name in values if name not in OWN_FIELDS):
             copied.__dict__[name] = values[name] if numbers_only else _copied(values[name], memo)
         copied.__dict__[ORIGIN] = ref(original(part))
-    made: nn.Module = memo[id(module)]
-    return made
+    return memo[id(module)]
 
 
 def _copied(value: Any, memo: Memo, depth: int = DEEPEST, registered: bool = False) -> Any:

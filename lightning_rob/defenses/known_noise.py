@@ -54,9 +54,10 @@ class KnownNoise(Defense):
 
 def drawn_parts(defense: Defense) -> Iterator[tuple[float, Defense]]:
     """Yield (probability, defense) of all that a defense draws one of to predict."""
+    parts = defense.components()
     if defense.rule is not random_member or len(defense.weights) == 1:
         yield 1.0, defense
-    elif (parts := defense.components())[0][1] is not defense:  # a mixture
+    elif parts[0][1] is not defense:  # a mixture
         for share, part in parts:
             yield from ((share * inner, one) for inner, one in drawn_parts(part))
     else:

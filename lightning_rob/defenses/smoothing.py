@@ -1,6 +1,5 @@
 """Randomized smoothing (Cohen et al. 2019): the vote of a defense on Gaussian copies."""
 
-from collections.abc import Iterator
 from typing import TypeGuard
 
 import torch
@@ -10,7 +9,7 @@ from torch.nn.functional import one_hot
 from lightning_rob.defenses.base import Defense, Single
 from lightning_rob.objectives import log_mean_probs
 from lightning_rob.randomness import Generator, Streams, uniform
-from lightning_rob.rules import Rule, expectation, majority, mean_logits, mean_probs, random_member
+from lightning_rob.rules import expectation, majority, mean_logits, mean_probs, random_member
 from lightning_rob.runtime.errors import at_least
 from lightning_rob.runtime.memory import images_at_once
 
@@ -63,20 +62,20 @@ class Smoothing(Defense):
             it rejects by a class, that class has votes too.
         sigma: standard deviation of the noise in pixel units.
         draws: copies of each image in a prediction; attacks and training may draw others.
+        rejects: class by which a network rejects an image; a defense has its own.
 
     Raises:
         ValueError: a sigma that is not above 0, no draws, or a base that rejects by rows of zeros.
         TypeError: a base that adapts to the test batch, or that is smoothed itself.
     """
 
-    kind = "random_transforms"
+    resamples = True
 
     def __init__(
         self,
         base: nn.Module,
         sigma: float = 0.25,
         draws: int = 100,
-        rule: Rule = majority,
         rejects: int | None = None,
     ) -> None:
         if not 0 < sigma < torch.inf:
@@ -96,7 +95,7 @@ class Smoothing(Defense):
             )
         if is_smoothing(base):
             raise TypeError(f"{name} is smoothed already: smooth its base")
-        super().__init__(torch.full((draws,), 1 / draws), rule, base.rejects)
+        super().__init__(torch.full((draws,), 1 / draws), majority, base.rejects)
         self.base, self.sigma, self.draws = base, sigma, draws
 
     @property
@@ -117,17 +116,18 @@ class Smoothing(Defense):
 
     def copy_logits(self, x: Tensor, generator: Generator = None) -> Tensor:
         """Compute logits [B, K] that decide the vote of one noisy copy of each image [B, …]."""
+        # In training BatchNorm needs all copies at once; else memory and caches decide.
+        whole = max(len(x), 1)
+        noisy_at_once = whole if self.training else max(MOST_VALUES // max(x[:1].numel(), 1), 1)
+        at_once = whole if self.training else max(images_at_once(x), 1)
         found = []
-        for rows in self._parts(x):
+        for rows in torch.split(torch.arange(len(x), device=x.device), noisy_at_once):
             noise = generator[rows] if isinstance(generator, Streams) else generator
-            found.append(_decided(self.base, gaussian_copies(x[rows], self.sigma, noise), noise))
+            noisy = gaussian_copies(x[rows], self.sigma, noise)
+            for some in torch.split(torch.arange(len(rows), device=x.device), at_once):
+                part = noise[some] if isinstance(noise, Streams) else noise
+                found.append(_decided(self.base, noisy[some], part))
         return torch.cat(found)
-
-    def _parts(self, x: Tensor) -> Iterator[Tensor]:
-        rows = torch.arange(len(x), device=x.device)
-        # In training BatchNorm needs all copies at once.
-        size = min(images_at_once(x), max(MOST_VALUES // max(x[:1].numel(), 1), 1))
-        yield from torch.split(rows, max(len(x) if self.training else size, 1))
 
 
 def is_smoothing(defense: nn.Module) -> TypeGuard[Smoothing]:

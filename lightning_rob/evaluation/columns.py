@@ -223,14 +223,16 @@ def _margin_gradient(batch: CheckBatch, defense: Defense, x: Tensor) -> Tensor:
 def _agreement(batch: CheckBatch, width: float, defense: Defense, x: Tensor) -> Tensor:
     """Return the cosine [B] of slopes and central differences along random corners, or NaN."""
     low, high = batch.target.bounds
-    side = high - low
-    inside = x.detach().clamp(low + FAR * side, high - FAR * side)  # room on both sides
+    side, streams = high - low, batch.noise("slope")  # each image's draws are from its own stream
+    # Beside the image: on a uniform background the maxima of a pooling are tied, and a gradient
+    # through any one of them is no slope.
+    beside = FAR * side * (2 * uniform(x, *x.shape[1:], generator=streams) - 1)
+    inside = x.detach().clamp(low + 2 * FAR * side, high - 2 * FAR * side) + beside
     gradient = _margin_gradient(batch, defense, inside)
     unknown = batch.nonfinite | (gradient == 0).flatten(1).all(1)
     # Few images need more directions each, so that the mean correlation is as certain.
     least = math.ceil(FEWEST_PAIRS / max(1, int((~unknown).sum())))
     slopes, differences = [], []
-    streams = batch.noise("slope")  # each image's corners are from its own stream
     for _ in range(max(batch.directions, least)):
         draws = uniform(inside, *inside.shape[1:], generator=streams)
         corner = torch.where(draws < 0.5, -1.0, 1.0).to(inside)

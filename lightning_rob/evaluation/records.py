@@ -106,8 +106,7 @@ def with_schema(record: Mapping[str, Any]) -> dict[str, Any]:
             return [ready(part) for part in content]
         return None if isinstance(content, float) and not math.isfinite(content) else content
 
-    content: dict[str, Any] = ready({"schema": SCHEMA, **record})
-    return content
+    return ready({"schema": SCHEMA, **record})
 
 
 def append_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:

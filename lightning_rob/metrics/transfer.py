@@ -62,8 +62,7 @@ def transfer_ranking(accuracy: Tensor) -> list[int]:
         raise ValueError(f"accuracy must be [M, M] and known, got {accuracy.tolist()}")
     others = accuracy.double().masked_fill(torch.eye(len(accuracy)).to(accuracy).bool(), 0)
     # The order of a sum changes its last digits; rounding keeps equal members in their order.
-    order: list[int] = others.sum(0).round(decimals=9).argsort(stable=True).tolist()
-    return order
+    return others.sum(0).round(decimals=9).argsort(stable=True).tolist()
 
 
 def _correct(predictions: Tensor, y: Tensor) -> Tensor:

@@ -43,8 +43,7 @@ class _GradientNorms(Defense):
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
         x = x if x.requires_grad else x.detach().requires_grad_()
         _, gradients = losses_and_gradients(self.members, x, self.labels())
-        norms: Tensor = torch.linalg.vector_norm(gradients, dim=-1, keepdim=True)
-        return norms
+        return torch.linalg.vector_norm(gradients, dim=-1, keepdim=True)
 
 
 def _sum_of_norms(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:

@@ -46,8 +46,7 @@ def loss_at_perturbed_weights(
             weights.items(), _mean_over_processes(gradients), strict=True
         )
     }
-    at_moved: Tensor = functional_call(module, moved, batch)
-    return at_moved
+    return functional_call(module, moved, batch)
 
 
 def _is_weight(name: str) -> bool:

@@ -26,8 +26,7 @@ class _Reversal(torch.autograd.Function):
 
 def reversed_gradient(x: Tensor, weight: float) -> Tensor:
     """Return features unchanged, but with their gradient times -weight (Ganin 2016, eq. 16, 17)."""
-    out: Tensor = _Reversal.apply(x, weight)
-    return out
+    return _Reversal.apply(x, weight)
 
 
 def _convolution(inputs: int, width: int, kernel: int, padding: int = 0) -> list[nn.Module]:
@@ -97,18 +96,15 @@ class DANNNet(nn.Module):
 
     def features(self, x: Tensor) -> Tensor:
         """Return features [B, 2 width, h, h] of images [B, C, size, size] in [0, 1]."""
-        out: Tensor = self.encoder(self.normalize(x))
-        return out
+        return self.encoder(self.normalize(x))
 
     def classify(self, features: Tensor) -> Tensor:
         """Return class logits [B, K] of features."""
-        out: Tensor = self.predictor(features)
-        return out
+        return self.predictor(features)
 
     def domain(self, features: Tensor) -> Tensor:
         """Return domain logits [B, 2] (source, target) of features."""
-        out: Tensor = self.discriminator(features)
-        return out
+        return self.discriminator(features)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.classify(self.features(x))
@@ -156,16 +152,13 @@ class DANNResNet18(nn.Module):
 
     def features(self, x: Tensor) -> Tensor:
         """Return features [B, 4 width, H/4, W/4] of images [B, C, H, W] in [0, 1]."""
-        out: Tensor = self.encoder(self.normalize(x))
-        return out
+        return self.encoder(self.normalize(x))
 
     def classify(self, features: Tensor) -> Tensor:
-        out: Tensor = self.linear(spatial_mean(self.layer4(features)))
-        return out
+        return self.linear(spatial_mean(self.layer4(features)))
 
     def domain(self, features: Tensor) -> Tensor:
-        out: Tensor = self.judge(spatial_mean(self.discriminator(features)))
-        return out
+        return self.judge(spatial_mean(self.discriminator(features)))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.classify(self.features(x))

@@ -48,5 +48,4 @@ class MobileNetV1(nn.Module):
         self.classifier = nn.Linear(WIDTHS[-1], classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.classifier(spatial_mean(self.features(self.normalize(x))))
-        return out
+        return self.classifier(spatial_mean(self.features(self.normalize(x))))

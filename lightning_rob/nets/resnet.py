@@ -51,8 +51,7 @@ class BasicBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         residual = self.bn2(self.conv2(self.relu1(self.bn1(self.conv1(x)))))
-        out: Tensor = self.relu2(residual + self.shortcut(x))
-        return out
+        return self.relu2(residual + self.shortcut(x))
 
 
 def _stage(inputs: int, width: int, blocks: int, stride: int, shortcut: str) -> nn.Sequential:
@@ -107,8 +106,7 @@ class ResNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         features = self.relu1(self.bn1(self.conv1(self.normalize(x))))
         features = self.layer3(self.layer2(self.layer1(features)))
-        out: Tensor = self.linear(spatial_mean(features))
-        return out
+        return self.linear(spatial_mean(features))
 
 
 class ResNet20(ResNet):

@@ -52,8 +52,7 @@ class SmallCNN(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         features = self.layer3(self.layer2(self.layer1(self.normalize(x))))
-        out: Tensor = self.linear(spatial_mean(features))
-        return out
+        return self.linear(spatial_mean(features))
 
 
 class MNISTNet(nn.Module):
@@ -86,8 +85,7 @@ class MNISTNet(nn.Module):
         self.head = _head(2 * width * (size // 4) ** 2, 8 * width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.features(self.normalize(x)))
-        return out
+        return self.head(self.features(self.normalize(x)))
 
 
 class AthenaCNN(nn.Module):
@@ -129,8 +127,7 @@ class AthenaCNN(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         features = self.features(self.normalize(x))
         if self.training:
-            out: Tensor = self.linear(self.dropout(self.hidden(features)))
-            return out
+            return self.linear(self.dropout(self.hidden(features)))
         # Only dropout is between both layers: in evaluation they are one linear map, which is
         # cheaper computed as one.
         weight = self.linear.weight @ self.hidden.weight
@@ -166,5 +163,4 @@ class LeNet(nn.Module):
         self.head = _head(64 * (size // 4) ** 2, 1024, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.features(self.normalize(x)))
-        return out
+        return self.head(self.features(self.normalize(x)))

@@ -44,5 +44,4 @@ class VGG16(nn.Module):
         self.classifier = nn.Linear(STAGES[-1][0], classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.classifier(spatial_mean(self.features(self.normalize(x))))
-        return out
+        return self.classifier(spatial_mean(self.features(self.normalize(x))))

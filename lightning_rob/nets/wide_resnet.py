@@ -139,8 +139,7 @@ class WideResNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         features = self.block2(self.block1(self.conv1(self.normalize(x))))
         features = self.relu(self.bn1(self.block3(features)))
-        out: Tensor = self.fc(spatial_mean(features))
-        return out
+        return self.fc(spatial_mean(features))
 
 
 class WRN28_4(WideResNet):
@@ -228,5 +227,4 @@ class PreActResNet18(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         features = self.layer2(self.layer1(self.conv1(self.normalize(x))))
         features = self.relu(self.bn(self.layer4(self.layer3(features))))
-        out: Tensor = self.linear(spatial_mean(features))
-        return out
+        return self.linear(spatial_mean(features))

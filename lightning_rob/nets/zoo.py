@@ -166,5 +166,4 @@ class ZooNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out = self.net(self.normalize(x))
         # In training, Inception and GoogLeNet also return the logits of their auxiliary heads.
-        main: Tensor = out[0] if isinstance(out, tuple) else out
-        return main
+        return out[0] if isinstance(out, tuple) else out

@@ -16,8 +16,7 @@ def callbacks() -> list[Any]:
     if not any(names):
         return []
     load: Any = import_module("lightning_rob.cli.load")
-    found: list[Any] = load.load_callbacks([name for name in names if name])
-    return found
+    return load.load_callbacks([name for name in names if name])
 
 
 def none_for_pytorch_lightning() -> list[Any]:

@@ -195,8 +195,7 @@ def clip(x: Tensor, low: float, high: float) -> Tensor:
     """
     if not differentiates(x):
         return x.clamp(low, high)
-    clipped: Tensor = _Clip.apply(x, low, high)
-    return clipped
+    return _Clip.apply(x, low, high)
 
 
 class _Clip(torch.autograd.Function):

@@ -99,8 +99,7 @@ def approximated(
         y = transform(x, *params)
     if not (x.requires_grad and torch.is_grad_enabled()):
         return y
-    replaced: Tensor = _ReplaceGradient.apply(y, x if net is None else net(x, *params))
-    return replaced
+    return _ReplaceGradient.apply(y, x if net is None else net(x, *params))
 
 
 @dataclass(frozen=True)

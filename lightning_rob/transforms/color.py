@@ -47,8 +47,7 @@ SLOPES = ((0, 1, 0, 0, -1, 0), (-1, 0, 0, 1, 0, 0), (0, 0, -1, 0, 0, 1))
 def rgb_to_hsv(x: Tensor) -> Tensor:
     """Convert RGB [B, 3, H, W] to HSV with a gradient everywhere, as the RT paper's authors do."""
     # The hue h, in radians, goes through the soft modulo of eq. 15: 2 pi mod~(h / 2 pi).
-    hsv: Tensor = _ToHSV.apply(x) if differentiates(x) else _to_hsv(x)[0]
-    return hsv
+    return _ToHSV.apply(x) if differentiates(x) else _to_hsv(x)[0]
 
 
 def _refuse_second_derivative() -> None:
@@ -104,8 +103,7 @@ class _ToHSV(torch.autograd.Function):
 
 def hsv_to_rgb(x: Tensor) -> Tensor:
     """Convert HSV, the hue in radians, to RGB; only close to an inverse of `rgb_to_hsv`."""
-    rgb: Tensor = _FromHSV.apply(x) if differentiates(x) else _from_hsv(x)[0]
-    return rgb
+    return _FromHSV.apply(x) if differentiates(x) else _from_hsv(x)[0]
 
 
 def _from_hsv(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -170,8 +168,7 @@ class Curve:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute it for each number; it can be differentiated once."""
-        y: Tensor = _OnCurve.apply(x, self) if differentiates(x) else self.parts(x)[0]
-        return y
+        return _OnCurve.apply(x, self) if differentiates(x) else self.parts(x)[0]
 
     def parts(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the curve, its power and 1 where x is beyond the threshold, else 0."""

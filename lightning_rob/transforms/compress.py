@@ -116,8 +116,7 @@ class FFT(AlphaTransform):
     def apply(self, x: Tensor, gain: Tensor, kept: Tensor) -> Tensor:
         # Half of the spectrum suffices: that of a real image is symmetric.
         spectrum = torch.fft.rfft2(x) * (over_pixels(gain) * kept)
-        y: Tensor = torch.fft.irfft2(spectrum, s=x.shape[2:])
-        return y
+        return torch.fft.irfft2(spectrum, s=x.shape[2:])
 
 
 def jpeg(

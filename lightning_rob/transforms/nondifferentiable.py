@@ -105,8 +105,7 @@ class ChambolleDenoise(NumpyTransform):
         return (between(x, *self.weight, generator=generator),)
 
     def transform_image(self, image: NumpyImage, weight: float) -> NumpyImage:
-        smooth: NumpyImage = restoration.denoise_tv_chambolle(image, weight, channel_axis=0)  # type: ignore[no-untyped-call]
-        return smooth
+        return restoration.denoise_tv_chambolle(image, weight, channel_axis=0)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)

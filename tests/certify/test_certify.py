@@ -151,6 +151,8 @@ def test_attacks_stay_outside_of_certified_radii():
     assert attacked.accuracy("pgd_0.45") < attacked.accuracy("pgd_0.05")
     wrong = replace(found, radius=4 * found.radius).violations(attacked)
     assert wrong and {name for name, _ in wrong} <= attacks.keys()
+    with pytest.raises(ValueError, match="are of other images"):
+        replace(found, index=found.index + 1).violations(attacked)
     linf = evaluate(smoothed, {"a": PGD(Threat("linf", 0.5), 2, 0.5)}, batches, checks=False)
     assert replace(found, radius=found.radius + 9).violations(linf) == []
 

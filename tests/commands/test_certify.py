@@ -76,8 +76,8 @@ def test_options_without_a_meaning():
     for options, message in (
         ({"sigma": 0.0}, "--sigma must be above 0, got 0"),
         ({"failure": 1.0}, r"--failure is a probability in \(0, 1\), got 1"),
-        ({"images": 0}, "--images must be at least 1, got 0"),
-        ({"draws": 0}, "--draws must be at least 1, got 0"),
+        ({"images": 0}, "images must be at least 1, got 0"),
+        ({"draws": 0}, "draws must be at least 1, got 0"),
         ({"radii": "0,0.1"}, "--radii must be above 0, got 0: 0 is always among them"),
         ({"radii": "a"}, "--radii takes numbers and fractions, got 'a'"),
     ):

@@ -11,6 +11,7 @@ from lightning_rob.defenses import (
     Mixture,
     RandomTransforms,
     Single,
+    Smoothing,
     TransformEnsemble,
     first_member,
     is_transform_ensemble,
@@ -158,6 +159,7 @@ DEFENSES = {
     "ensemble": lambda: Ensemble([net(0), net(1)], [0.9, 0.1]),
     "mixture": lambda: Mixture([Single(net(0)), Ensemble([net(1), net(2)])]),
     "random_transforms": lambda: RandomTransforms(net(0), FLIPS, 2, 5),
+    "smoothing": lambda: Smoothing(net(0), 0.2, 5),
     "transform_ensemble": lambda: TransformEnsemble([net(0), net(1)], ["clean", "noise_gaussian"]),
     "other": lambda: Jitter(net(0), 5),
 }

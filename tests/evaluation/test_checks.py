@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+import lightning_rob
 from lightning_rob.attacks import ARC, CW, DDN, FAB, PGD, DeepFool, Square
 from lightning_rob.audit.auditor import audit
+from lightning_rob.data import Digits5k
 from lightning_rob.defenses import Ensemble, RandomTransforms, Single
 from lightning_rob.evaluation import evaluate
 from lightning_rob.rules import random_member
@@ -244,6 +246,13 @@ def test_an_honest_defense_has_no_finding(name):
     found = evaluate(HONEST[name](), PLAIN, [batch()])
     assert names(found) == set()
     assert found.blind("pgd") == 0
+
+
+def test_a_pooling_of_a_uniform_background_has_no_finding():
+    pairs = [Digits5k().source(train=False)[i] for i in range(16)]
+    x, y = torch.stack([image for image, _ in pairs]), torch.tensor([y for _, y in pairs])
+    assert (x == 0).float().mean() > 0.5
+    assert names(evaluate(lightning_rob.load("zoo:digits_standard"), PLAIN, [(x, y)])) == set()
 
 
 def log_of_exp(x):

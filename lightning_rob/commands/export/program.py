@@ -100,8 +100,7 @@ def export(
 
 def read_card(path: Path | str) -> dict[str, Any]:
     """Return the description stored in an exported program."""
-    card: dict[str, Any] = json.loads(_load(Path(path), Path(path).suffix == ".onnx")[1])
-    return card
+    return json.loads(_load(Path(path), Path(path).suffix == ".onnx")[1])
 
 
 class KeyedDefense(nn.Module):
@@ -115,8 +114,7 @@ class KeyedDefense(nn.Module):
     def forward(self, images: Tensor, keys: Tensor | None = None) -> Tensor:
         """Map [B, C, H, W] in [0, 1] and [B] int64 to [B, K]; deterministic without keys."""
         generator = None if keys is None else Streams.from_index(keys, self.seed)
-        probabilities: Tensor = self.defense(images, generator)
-        return probabilities
+        return self.defense(images, generator)
 
 
 class KeyedTransform(nn.Module):

@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_rob.attacks import Attack
-from lightning_rob.attacks.auto import suite_kind
 from lightning_rob.callbacks import RobustEval
 from lightning_rob.callbacks.measurement import Measurement, measure
 from lightning_rob.callbacks.robust_eval import full_defense
@@ -14,7 +13,7 @@ from lightning_rob.commands.scores import Scores, scores_by_name
 from lightning_rob.evaluation.evaluate import as_defense
 from lightning_rob.evaluation.records import Result
 from lightning_rob.evaluation.results import WORST, worst_measurement, worst_over
-from lightning_rob.evaluation.suites import RECIPES, default_attacks
+from lightning_rob.evaluation.suites import default_attacks, plug_in_for
 from lightning_rob.runtime.identity import attack_spec, cache_key
 from lightning_rob.tables import CLEAN
 from lightning_rob.threat import Threat
@@ -43,7 +42,7 @@ class Suite:
         if not any(evaluation.target is full_defense for evaluation in evaluations):
             raise ValueError(
                 "none of the attacks is on the whole defense; name one that is: --suite "
-                f"{RECIPES[suite_kind(run.defense)]}"
+                f"{plug_in_for(run.defense)}"
             )
         described = [
             {"attacks": {name: attack_spec(attack) for name, attack in e.attacks.items()}}

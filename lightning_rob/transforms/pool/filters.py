@@ -136,8 +136,7 @@ class SegmentBorders(NumpyTransform):
     def transform_image(self, image: NumpyImage) -> NumpyImage:
         large, small = (_disk(radius)[None] > 0 for radius in (2, 1))
         smooth = filters.rank.median(image.astype("uint8"), large)  # type: ignore[no-untyped-call]
-        borders: NumpyImage = filters.rank.gradient(smooth, small)  # type: ignore[no-untyped-call]
-        return borders
+        return filters.rank.gradient(smooth, small)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)

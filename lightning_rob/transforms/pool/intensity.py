@@ -63,8 +63,7 @@ class Quantize(NumpyTransform):
         means = KMeans(count, n_init=1, random_state=int(seed))
         cluster = means.fit_predict(_lab(found), sample_weight=counts)
         palette = _rgb(means.cluster_centers_)[:, : len(image)]
-        quantized: NumpyImage = palette[cluster[index.reshape(-1)]].T.reshape(image.shape)
-        return quantized
+        return palette[cluster[index.reshape(-1)]].T.reshape(image.shape)
 
 
 def _lab(colors: NumpyImage) -> NumpyImage:
@@ -72,8 +71,7 @@ def _lab(colors: NumpyImage) -> NumpyImage:
     from kornia.color import rgb_to_lab
 
     rgb = torch.from_numpy(colors.T).expand(3, -1)
-    lab: NumpyImage = rgb_to_lab(rgb[None, :, :, None])[0, :, :, 0].T.numpy()
-    return lab
+    return rgb_to_lab(rgb[None, :, :, None])[0, :, :, 0].T.numpy()
 
 
 def _rgb(colors: NumpyImage) -> NumpyImage:
@@ -81,8 +79,7 @@ def _rgb(colors: NumpyImage) -> NumpyImage:
     from kornia.color import lab_to_rgb
 
     lab = torch.from_numpy(colors.T)[None, :, :, None]
-    rgb: NumpyImage = lab_to_rgb(lab)[0, :, :, 0].T.numpy()
-    return rgb
+    return lab_to_rgb(lab)[0, :, :, 0].T.numpy()
 
 
 class NormalizeImage(Transform):
