@@ -43,7 +43,7 @@ PASSED, TELLING = 0.95, 0.1  # rates of the attack, and of random search
 SHARE = 0.95  # radius of the inner points, in units of eps
 CLOSE, HALFWAY = 0.95, 0.5  # places of the threshold; halfway where confidence decides rejection
 # Of few features the planted image stands out only among many points.
-WIDE, FEWEST_POINTS, MOST_POINTS = 64, 12, 48
+WIDE, FEWEST_POINTS, MOST_POINTS = 64, 9, 48
 MOST_TRIES, USUAL_TRIES = 300, 50  # of random search; usual where passes are not known before
 INFERENCES = 3  # predictions of each image of a random defense
 
@@ -244,7 +244,7 @@ class _Trial:
             inner = [features(defense, where, self.x, self.noise(1), draws)]
             tries = self.tries(inner[0][0].outputs.shape[-1])
             narrow = min(layer.features.shape[-1] for layer in inner[0]) < WIDE
-            points = min(max(6 * tries // 10, FEWEST_POINTS), MOST_POINTS)
+            points = min(max(tries // 2, FEWEST_POINTS), MOST_POINTS)
             points = MOST_POINTS if narrow or draws else points
             for i in range(1, points):
                 point = threat.corner(self.x, self.noise(2, i), SHARE)
