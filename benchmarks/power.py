@@ -58,16 +58,17 @@ def main(rounds):
     }
     pgd = suite_for(honest["standard"], THREAT).attacks["pgd"]
     tiny = replace(pgd, step_size=THREAT.eps / 200)
-    cases = [
-        ("rounded input", Single(Rounded(standard)), "pgd", pgd),
-        ("standard", honest["standard"], "pgd, steps of eps / 200", tiny),
-        ("adversarially trained", honest["adversarially trained"], "pgd, steps of eps / 200", tiny),
-    ]
+    cases = []
     for name, defense in honest.items():
         suite = suite_for(defense, THREAT)
         adaptive = () if suite.kind == "random" else suite.adaptive  # EoT takes minutes
         names = [suite.default, *adaptive]
         cases += [(name, defense, attack, suite.attacks[attack]) for attack in names]
+    cases += [
+        ("rounded input", Single(Rounded(standard)), "pgd", pgd),
+        ("standard", honest["standard"], "pgd, steps of eps / 200", tiny),
+        ("adversarially trained", honest["adversarially trained"], "pgd, steps of eps / 200", tiny),
+    ]
     print(f"{IMAGES} images, {THREAT}")
     for name, defense, attack_name, attack in cases:
         generator = torch.Generator().manual_seed(0)

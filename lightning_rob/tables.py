@@ -71,8 +71,11 @@ def print_table(title: str, results: Iterable[_Row], console: Console | None = N
     table = Table(title=title, caption="; ".join(methods), **STYLE)
     for name in kept:
         left = name in ("attack", "on", "within")
-        width = max(len(row[name]) for row in rows) if name == "attack" else None
-        table.add_column(name, justify="left" if left else "right", min_width=width)
+        # The other columns fold first; no name is cut.
+        least = widths[name] if name == "attack" else None
+        table.add_column(
+            name, justify="left" if left else "right", no_wrap=least is not None, min_width=least
+        )
     for row in rows:
         table.add_row(*(row[name] for name in kept))
     console.print(table)

@@ -67,6 +67,7 @@ RUN = [
 ]
 FIT = [*RUN, *map(ONE.format, ("max_steps", "limit_train_batches", "limit_val_batches"))]
 SHORT = {  # command -> options that shorten it
+    "attack": [*RUN, "--images=2", "--passes=20"],
     "audit": [*RUN, "--images=2", "--queries=2", "--steps=1"],
     "bpda": ["--epochs=1", "--max_images=4"],
     "certify": [*RUN, "--images=2", "--draws=60", "--steps=1"],

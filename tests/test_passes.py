@@ -26,6 +26,7 @@ from lightning_rob.attacks import (
     OnMember,
     Square,
     Strongest,
+    SurrogateGradient,
     SurrogateTransforms,
 )
 from lightning_rob.attacks.budget import PassCount
@@ -272,6 +273,7 @@ BUDGETS = {  # name -> attack, number of passes, and the smallest number for it 
     "square": (Square(L2), 80, 2 * (2 + 1)),
     "minimal-norm": (MinimalNorm(STEP, 7), 171, 2 * (1 + 7 * (2 + 1))),
     "strongest": (Strongest((STEP, replace(STEP, steps=3))), 60, 2 * (2 * 2 + 2)),
+    "surrogate": (SurrogateGradient(APGD(LINF), noise=0.01, copies=2), 200, 3 * 12),
     "autoattack": (AutoAttack(LINF), 400, 2 * (1 + 6 + 2 + 4 * 5 + 1 + 4 * 3 + 3 + 4) + 2),
 }
 

@@ -34,7 +34,9 @@ from lightning_rob.attacks.minimal_norm import MinimalNorm
 from lightning_rob.attacks.optimizers import Adam, AggMo, AttackOptimizer, Nesterov, aggmo
 from lightning_rob.attacks.pdgd import PDGD
 from lightning_rob.attacks.pgd import PGD
+from lightning_rob.attacks.search import AutoResult
 from lightning_rob.attacks.square import Square
+from lightning_rob.attacks.surrogate import SurrogateGradient
 from lightning_rob.attacks.targeted import HighConfidence, Targeted
 from lightning_rob.attacks.transductive import (
     PartialBatchAttack,
@@ -62,6 +64,7 @@ __all__ = [
     "AttackOptimizer",
     "Auto",
     "AutoAttack",
+    "AutoResult",
     "Budgeted",
     "Chunked",
     "CommonCorruption",
@@ -84,6 +87,7 @@ __all__ = [
     "RandomStart",
     "Square",
     "Strongest",
+    "SurrogateGradient",
     "SurrogateTransforms",
     "Targeted",
     "ThroughAdaptation",

@@ -1,13 +1,13 @@
-"""Auto: the attacks that fit a defense, within a number of passes."""
+"""Auto: the attack that a defense calls for, found within a number of passes."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil, isqrt
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lightning_rob.attacks.apgd import APGD
+from lightning_rob.attacks.apgd import APGD, may_leave
 from lightning_rob.attacks.arc import ARC
 from lightning_rob.attacks.backward import SurrogateTransforms
 from lightning_rob.attacks.base import Attack
@@ -17,6 +17,7 @@ from lightning_rob.attacks.gmsa import GMSA
 from lightning_rob.attacks.lattice_climber import LatticeClimber
 from lightning_rob.attacks.members import Strongest
 from lightning_rob.attacks.pgd import PGD
+from lightning_rob.attacks.search import AutoResult, Search
 from lightning_rob.attacks.transform_ensemble import OnDifferentiable
 from lightning_rob.defenses import (
     Defense,
@@ -37,6 +38,9 @@ PER_MODEL = 20  # passes of an image and model in the last round of GMSA
 TARGETS_FROM = 300  # passes of an image and network from which runs towards classes pay
 FEWEST_STEPS = 4  # of the climb for one set of members
 DRAWS = 10  # over which a step of EoT averages
+SEARCH_FROM = 400  # passes of an image and network from which a search pays
+OPENING = 0.25  # share of the passes before a search
+OPENING_FOR_KIND = 0.5  # where there are attacks for the kind
 AGGMO = (0.0, 0.9, 0.99, 0.999, 0.9999, 0.99999)  # momenta of Sitawarin et al. (2022)
 
 
@@ -57,7 +61,19 @@ def suite_kind(defense: Defense) -> SuiteKind:
 
 @dataclass(frozen=True)
 class Auto(Attack):
-    """Attack a defense by the schedule for its kind, within a number of passes.
+    """Attack a defense by what it calls for, found within a number of passes.
+
+    The attacks for its kind come first, with a part of the passes. Then a forward pass of a few
+    images shows what hides gradients: operations without a slope, cut graphs, values before the
+    output that stand for logits, noise, slopes that say little. On up to 24 images that still
+    stand, candidates get equal passes: each combination of slopes and objectives that these
+    findings call for (`SurrogateGradient`); the best ones go on with other objectives and with
+    gradients averaged over noisy copies (successive halving). The winners attack all images that
+    stand. On a network that hides nothing most passes go to runs towards classes.
+
+    With fewer than 400 passes for each network, and on transformation ensembles, only the attacks
+    for the kind run. A search compares candidates on some images, so that the result of an image
+    depends on its batch; `find` returns what was found, as an attack that does not.
 
     Args:
         threat: linf or l2, in pixel units.
@@ -71,19 +87,61 @@ class Auto(Attack):
 
     threat: Threat
     passes: int = 1000
+    notes: list[AutoResult] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         at_least(1, passes=self.passes)
         check_threat(self.threat)
+
+    @property
+    def batch_dependent(self) -> bool:  # type: ignore[override]
+        """Whether it searches: candidates are compared on some of the images."""
+        return self.passes >= SEARCH_FROM
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         if defense.transductive:
             kind = type(defense).__name__
             raise TypeError(f"{kind} adapts to whole batches: attack it by Auto(…).schedule")
         count = PassCount(defense, x)
-        classes = count.classes
-        left = replace(self, passes=max(self.passes - count.asked, 1))
-        return left.schedule(defense, classes).perturb(defense, x, y, generator)
+        classes, kind = count.classes, suite_kind(defense)
+        passes = max(self.passes - count.asked, 1)
+        if kind == "transformed" or passes < SEARCH_FROM * count.networks:
+            whole = replace(self, passes=passes).schedule(defense, classes)
+            return self._noted(AutoResult(whole.perturb(defense, x, y, generator), whole))
+        # The climb and ARC drop images, which labels behind which a defense rejects do not allow.
+        if kind in ("single", "ensemble") or (kind == "randomized" and not may_leave(defense)):
+            opening = int(OPENING * passes)
+            margin = APGD(self.threat, objective=margin_of_rule(defense.rule))
+            first: Attack = Budgeted(margin, opening)
+        else:
+            opening = int(OPENING_FOR_KIND * passes)
+            first = replace(self, passes=opening).schedule(defense, classes)
+        search = Search(self.threat, defense, x, y, generator, classes, kind == "random")
+        return self._noted(search.run(first, opening, passes))
+
+    def _noted(self, found: AutoResult) -> Tensor:
+        if self.notes is not None:
+            self.notes.append(found)
+        return found.x_adv
+
+    def find(
+        self, defense: Defense, x: Tensor, y: Tensor, generator: Generator = None
+    ) -> AutoResult:
+        """Attack images, and return the attack that was found beside them; as a call otherwise."""
+        noting = self.noting()
+        x_adv = noting(defense, x, y, generator)
+        return replace(noting.results[-1], x_adv=x_adv)
+
+    def noting(self) -> "Auto":
+        """Return the same attack, which keeps the `results` of its calls."""
+        noting = replace(self)
+        object.__setattr__(noting, "notes", [])
+        return noting
+
+    @property
+    def results(self) -> list[AutoResult]:
+        """The results of the calls, batch by batch, if it keeps them."""
+        return self.notes or []
 
     def schedule(self, defense: Defense, classes: int = 10) -> Attack:
         """Return the attacks for this kind of defense, each with its share of the passes.

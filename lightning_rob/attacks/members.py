@@ -10,6 +10,7 @@ from lightning_rob.attacks.base import Attack
 from lightning_rob.attacks.budget import PassCount, shared
 from lightning_rob.attacks.decorators import AttackDecorator
 from lightning_rob.defenses import Defense, Single
+from lightning_rob.defenses.per_image import restricted_to
 from lightning_rob.randomness import Generator, Streams, uniform
 from lightning_rob.runtime.errors import at_least
 from lightning_rob.threat import Threat
@@ -102,17 +103,38 @@ class Strongest(Attack):
                 f"{type(defense).__name__} adapts to whole batches: Strongest cannot pick image by "
                 "image; let RobustEval play the attacks one by one"
             )
-        x_best, lowest = x.clone(), x.new_full((len(x),), torch.inf)
+        best = Best(x.clone(), x.new_full((len(x),), torch.inf))
         for turn, attack in enumerate(self.attacks):
-            active = (lowest > 0).nonzero()[:, 0]  # no attack can do better than 0
-            if not len(active):
-                break
-            noise = generator
-            if isinstance(generator, Streams):  # the same attack twice has two random starts
-                noise = generator[active].fold_in(turn) if turn else generator[active]
+            best.improve(attack, turn, defense, x, y, generator)
+        return best.x_adv
+
+
+@dataclass
+class Best:
+    """The best image of each so far, and the probability of a right prediction there."""
+
+    x_adv: Tensor  # [B, C, H, W]
+    right: Tensor  # [B]; infinite at first
+
+    def improve(
+        self,
+        attack: Attack,
+        turn: int,
+        defense: Defense,
+        x: Tensor,
+        y: Tensor,
+        generator: Generator,
+    ) -> None:
+        """Attack the images that may still be predicted right, and keep what is better."""
+        active = (self.right > 0).nonzero()[:, 0]  # no attack can do better than 0
+        if not len(active):
+            return
+        noise = generator
+        if isinstance(generator, Streams):  # the same attack twice has two random starts
+            noise = generator[active].fold_in(turn) if turn else generator[active]
+        with restricted_to(defense, active):
             x_adv = attack.perturb(defense, x[active], y[active], noise)
             with torch.no_grad():
-                right = defense(x_adv, noise).gather(1, y[active, None])[:, 0].to(lowest)
-            wins = right < lowest[active]
-            x_best[active[wins]], lowest[active[wins]] = x_adv[wins], right[wins]
-        return x_best
+                right = defense(x_adv, noise).gather(1, y[active, None])[:, 0].to(self.right)
+        wins = right < self.right[active]
+        self.x_adv[active[wins]], self.right[active[wins]] = x_adv[wins], right[wins]

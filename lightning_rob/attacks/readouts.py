@@ -54,7 +54,9 @@ def places(defense: Defense, x: Tensor, generator: Generator) -> list[Place]:
         defense.sample_logits(x, generator)
     if len(seen) < len(nets):
         raise TypeError(f"{type(defense).__name__} does not call the networks that it names")
-    return [_place(net, seen[net], defense.rejects) for net in nets]
+    # Noisy copies are nearest to the image itself, if they are more than the images.
+    given = [seen[net] if len(seen[net]) == len(x) else x.to(seen[net]) for net in nets]
+    return [_place(net, one, defense.rejects) for net, one in zip(nets, given, strict=True)]
 
 
 def _place(net: nn.Module, seen: Tensor, rejects: int | None) -> Place:

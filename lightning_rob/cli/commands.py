@@ -161,6 +161,7 @@ def _with_data(line: CommandLine) -> None:
 
 RUNNERS: dict[str, Callable[[CommandLine], object]] = {
     "sweep": CommandCLI,
+    "attack": CommandCLI,
     "audit": CommandCLI,
     "certify": CommandCLI,
     "export": CommandCLI,

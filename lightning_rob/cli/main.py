@@ -22,6 +22,7 @@ COMMANDS = {
     "sweep": "attack a checkpoint value by value of a variable: a table and a figure",
     "tune": "search the values of a recipe's keys by Bayesian optimization",
     "bpda": "train networks whose gradients stand in for those of random transforms",
+    "attack": "attack by what the defense calls for, and show what was tried",
     "audit": "look for what makes a defense seem more robust than it is",
     "certify": "radii within which no attack changes a smoothed prediction, beside attacks",
     "monitor": "follow a folder of checkpoints and raise an alarm when robustness falls",

@@ -13,7 +13,30 @@ DEFAULTS = {"linf": 8 / 255, "l2": 128 / 255}  # radius by norm
 
 
 @dataclass(frozen=True)
-class AuditConfig(CommandConfig):
+class RadiusConfig(CommandConfig):
+    """Options of commands that attack within one radius."""
+
+    eps: float | None = None
+    norm: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.norm not in ("linf", "l2", None):
+            raise ValueError(f"--norm must be linf or l2, got {self.norm}")
+        if self.eps is not None and not self.eps > 0:
+            raise ValueError(f"--eps must be above 0, got {self.eps:g}")
+        self.check_radius(self.norm)
+
+    def check_radius(self, norm: str | None) -> None:
+        """Refuse a radius that holds every image: in linf a gray one is in every other's ball."""
+        if norm == "linf" and self.eps is not None and self.eps >= 0.5:
+            raise ValueError(
+                f"--eps {self.eps:g} holds every image, for images span [0, 1]: "
+                f"did you mean {self.eps:g}/255?"
+            )
+
+
+@dataclass(frozen=True)
+class AuditConfig(RadiusConfig):
     """Check a checkpoint for signs that its defense only seems robust.
 
     Gradients that are zero, infinite or cut off; attacks that grow weaker with more
@@ -39,8 +62,6 @@ class AuditConfig(CommandConfig):
 
     usage: ClassVar[str] = "CHECKPOINT [options of test]"
 
-    eps: float | None = None
-    norm: str | None = None
     images: int = 100
     steps: int = 20
     queries: int = 1000
@@ -49,21 +70,9 @@ class AuditConfig(CommandConfig):
     strict: bool = False
 
     def __post_init__(self) -> None:
-        if self.norm not in ("linf", "l2", None):
-            raise ValueError(f"--norm must be linf or l2, got {self.norm}")
-        if self.eps is not None and not self.eps > 0:
-            raise ValueError(f"--eps must be above 0, got {self.eps:g}")
-        self.check_radius(self.norm)
+        super().__post_init__()
         at_least(1, images=self.images, steps=self.steps, queries=self.queries)
         at_least(0, seed=self.seed)
-
-    def check_radius(self, norm: str | None) -> None:
-        """Refuse a radius that holds every image: in linf a gray one is in every other's ball."""
-        if norm == "linf" and self.eps is not None and self.eps >= 0.5:
-            raise ValueError(
-                f"--eps {self.eps:g} holds every image, for images span [0, 1]: "
-                f"did you mean {self.eps:g}/255?"
-            )
 
 
 def run(config: AuditConfig, run: "Run") -> bool:
@@ -91,8 +100,8 @@ def run(config: AuditConfig, run: "Run") -> bool:
     return config.strict and audit.found is not None and audit.found.severe
 
 
-def audited_threat(config: AuditConfig, model: Any) -> tuple["Threat", str]:
-    """Return the threat of an audit, by default the training's, and the reason for it."""
+def audited_threat(config: RadiusConfig, model: Any) -> tuple["Threat", str]:
+    """Return the threat of an attack, by default the training's, and the reason for it."""
     from lightning_rob.commands.base import trained_threat
     from lightning_rob.threat import Threat
 

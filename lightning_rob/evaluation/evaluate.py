@@ -41,16 +41,20 @@ from lightning_rob.evaluation.protocol import RoundProtocol
 from lightning_rob.evaluation.records import threat_model_card, versions
 from lightning_rob.evaluation.results import EvaluationResult
 from lightning_rob.evaluation.store import PerImageResults
+from lightning_rob.evaluation.suites import attacks_by_name
 from lightning_rob.runtime.errors import at_least
 from lightning_rob.runtime.identity import cache_key, fingerprint
 from lightning_rob.tables import CLEAN
+from lightning_rob.threat import Length, Norm, Threat
 
 
 def evaluate(
     model: nn.Module,
-    attacks: Mapping[str, Attack],
+    attacks: Mapping[str, Attack] | str,
     batches: Iterable[Any],
     *,
+    eps: Length | None = None,
+    norm: Norm = "linf",
     seed: int = 0,
     repeats: int = 1,
     inferences: int = 1,
@@ -75,9 +79,13 @@ def evaluate(
     Args:
         model: a `Defense`; a module with a `defense`, such as a `RobustModule`; or a network
             [B, C, H, W] -> [B, K], which is wrapped in `Single`.
-        attacks: name -> attack.
+        attacks: name -> attack; or one word for attacks within `eps`: "pgd" of 20 steps,
+            "autoattack", "auto" (`Auto`, which adapts itself), or "suite", all that the audit
+            runs on such a defense.
         batches: (x, y) or (x, y, index): images in [0, 1], labels, and the images' indices, by
             which all noise is keyed; without them the position is the index.
+        eps: radius of attacks given by one word, in pixel units; "8/255" is accepted.
+        norm: their norm.
         seed: seed of all noise, and of the choice of `max_images`.
         repeats: attacks of each image with fresh noise; the scores are averaged.
         inferences: predictions of each image, clean or perturbed once.
@@ -101,12 +109,17 @@ def evaluate(
         makes an accuracy suspicious. Each that is severe or a warning is a `FindingWarning` too.
 
     Raises:
-        ValueError: no attacks, a count below 1, or images of equal index.
+        ValueError: no attacks, another word, a word without `eps` or attacks with one, a count
+            below 1, or images of equal index.
     """
+    defense = as_defense(model, preprocess)
+    if isinstance(attacks, str) != (eps is not None):
+        raise ValueError(f"eps is the radius of attacks given by one word, got {attacks!r}, {eps}")
+    if isinstance(attacks, str):
+        attacks = attacks_by_name(attacks, defense, Threat(norm, eps or 0.0))
     check_names(attacks)
     require_packages(attacks.values())
     at_least(0, power=power)
-    defense = as_defense(model, preprocess)
     settings = EvaluationSettings(
         seed,
         repeats,

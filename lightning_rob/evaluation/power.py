@@ -28,7 +28,7 @@ from lightning_rob.attacks.readouts import (
 )
 from lightning_rob.attacks.sight import watching
 from lightning_rob.comparisons import ROUNDING
-from lightning_rob.defenses import Defense, Single, random_transforms_in
+from lightning_rob.defenses import Defense, Single
 from lightning_rob.defenses.copies import fresh, working_copy
 from lightning_rob.evaluation.check_batch import CheckTarget
 from lightning_rob.evaluation.findings import Finding
@@ -44,7 +44,7 @@ SHARE = 0.95  # radius of the inner points, in units of eps
 CLOSE, HALFWAY = 0.95, 0.5  # places of the threshold; halfway where confidence decides rejection
 # Of few features the planted image stands out only among many points.
 WIDE, FEWEST_POINTS, MOST_POINTS = 64, 12, 48
-MOST_TRIES, USUAL_TRIES = 300, 100  # of random search; usual where passes are not known before
+MOST_TRIES, USUAL_TRIES = 300, 50  # of random search; usual where passes are not known before
 INFERENCES = 3  # predictions of each image of a random defense
 
 
@@ -55,7 +55,7 @@ class Power:
     Args:
         rate: share of images on which the attack finds the planted image, or one as good.
         interval: its 95 % interval (Clopper and Pearson).
-        random_rate: share on which random search does, in as many points as the attack has passes.
+        random_rate: share on which random search does, in one point for two passes of the attack.
         passed: whether the rate is 95 % or more; None where the test says nothing.
         images: number of images with a planted image.
         left_out: number of images without, as no readout separates it.
@@ -237,14 +237,14 @@ class _Trial:
 
     def outcome(self) -> Tensor:
         # Two copies for a point: another point teaches more than another draw of the same one.
-        draws = 2 if random_transforms_in(self.defense) else None
+        draws = 2 if CheckTarget(self.defense).kind == "random" else None
         threat = self.attack.threat
         with self.undisturbed() as defense:
             where = places(defense, self.x, self.noise(0))
             inner = [features(defense, where, self.x, self.noise(1), draws)]
             tries = self.tries(inner[0][0].outputs.shape[-1])
             narrow = min(layer.features.shape[-1] for layer in inner[0]) < WIDE
-            points = min(max(3 * tries // 10, FEWEST_POINTS), MOST_POINTS)
+            points = min(max(6 * tries // 10, FEWEST_POINTS), MOST_POINTS)
             points = MOST_POINTS if narrow or draws else points
             for i in range(1, points):
                 point = threat.corner(self.x, self.noise(2, i), SHARE)
@@ -260,12 +260,12 @@ class _Trial:
         return torch.cat(outcomes, 1)
 
     def tries(self, classes: int) -> int:
-        """Return the number of points of random search: the passes of the attack, if known."""
+        """Return the number of points of random search: as many as a gradient attack looks at."""
         try:
             passes = self.attack.cost(PassCount(self.defense, self.x, classes))
         except TypeError:
             return USUAL_TRIES
-        return min(max(passes // len(self.defense.weights), 1), MOST_TRIES)
+        return min(max(passes // (2 * len(self.defense.weights)), 1), MOST_TRIES)
 
     def planted(
         self, where: Sequence[Place], inner: Sequence[Sequence[Layer]], inverted: bool

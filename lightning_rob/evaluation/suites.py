@@ -10,6 +10,8 @@ from lightning_rob.attacks import (
     PGD,
     TAA,
     Attack,
+    Auto,
+    AutoAttack,
     LatticeClimber,
     OnDifferentiable,
     Square,
@@ -59,6 +61,23 @@ def plug_in_for(defense: Defense) -> str:
     if kind == "random" and not random_transforms_in(defense):
         return "callbacks/eot.yaml"  # the other one looks for random transforms
     return RECIPES[kind]
+
+
+def attacks_by_name(name: str, defense: Defense, threat: Threat) -> dict[str, Attack]:
+    """Return the attacks that one word stands for: pgd, autoattack, auto or suite.
+
+    Raises:
+        ValueError: another word, or a threat that the attacks do not support.
+    """
+    if name == "suite":
+        return suite_for(defense, threat).attacks
+    if name == "auto":
+        return {name: Auto(threat)}
+    if name == "autoattack":
+        return {name: AutoAttack(threat)}
+    if name == "pgd":
+        return {name: PGD(threat, 20, step_across(threat.eps, 20, 4))}
+    raise ValueError(f"attacks must be pgd, autoattack, auto, suite or a mapping, got {name!r}")
 
 
 def default_attacks(defense: Defense, threat: Threat) -> dict[str, Attack]:

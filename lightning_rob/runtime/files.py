@@ -77,7 +77,7 @@ def append_whole(file: IO[bytes], content: bytes) -> None:
         os.fsync(file.fileno())
     except OSError as error:
         file.truncate(end)
-        error.filename = error.filename or file.name
+        error.filename = error.filename or str(file.name)
         raise
 
 

@@ -52,6 +52,7 @@ from lightning_rob.attacks import (
     RandomStart,
     Square,
     Strongest,
+    SurrogateGradient,
     Targeted,
     ThroughAdaptation,
     TransferFromStatic,
@@ -146,6 +147,10 @@ ENTRIES = {
     "8-bit": (Quantized8Bit(STEPS), "ensemble"),
     "corruption": (CommonCorruption(GaussianNoise(alpha=0.8)), "ensemble"),
     "with-backward": (WithBackward(DeepFool(LINF), InsideBounds()), "ensemble"),
+    "surrogate": (
+        SurrogateGradient(APGD(LINF, 10), ("saturating",), noise=0.01, copies=2),
+        "ensemble",
+    ),
 }
 
 # of the suites and the audit, not searches of their own, so that only some tests are of them
@@ -155,6 +160,7 @@ OTHERS = {
     "random-start": (RandomStart(L2), "ensemble"),
     "double-precision": (DoublePrecision(STEPS), "ensemble"),
     "auto": (Auto(LINF, 60), "ensemble"),
+    "auto-search": (Auto(LINF, 900), "ensemble"),
     "auto-transformed": (Auto(LINF, 60), "transformed"),
 }
 

@@ -35,10 +35,14 @@ def audited(**options):
 
 
 def test_the_callback_writes_what_it_found(trained, tmp_path, capsys):
-    callbacks = [robust_eval({"apgd": pgd()}), audited()]
+    callbacks = [robust_eval({"apgd": pgd()}, power=5), audited()]
     file = recipe(tmp_path, **{"trainer__callbacks+": callbacks})
     run("test", "--config", file, "--ckpt_path", trained)
     record = checked((tmp_path / "run/version_0/audit.json").read_text())
+    lines = (tmp_path / "run/version_0/robust.jsonl").read_text().splitlines()
+    powers = {row["name"]: row.get("power") for row in map(checked, lines)}
+    assert powers["apgd"]["images"] + powers["apgd"]["left_out"] == 5
+    assert powers["clean"] is None
     accuracy = {row["name"]: row["accuracy"] for row in record["attacks"]}
     assert {"clean", "noise", "pgd", "arc", "climb", "square", "worst"} <= accuracy.keys()
     assert {row["n"] for row in record["attacks"]} == {20}
@@ -78,20 +82,25 @@ def test_it_runs_in_fit_and_training_stays_the_same(trained, tmp_path):
 
 def test_the_command(trained, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    options = ["--images", "10", "--steps", "2", "--queries", "5", "--strict"]
+    options = ["--images", "10", "--steps", "2", "--queries", "5", "--strict", "--power"]
     try:
         run("audit", trained, "--trainer.accelerator=cpu", *options)
         code = 0
     except SystemExit as end:
         code = end.code
     (file,) = (tmp_path / "logs").rglob("audit.json")
-    record = json.loads(file.read_text())
+    record = checked(file.read_text())
     severe = any(finding["severity"] == "severe" for finding in record["findings"])
+    tested = {row["name"] for row in record["attacks"] if "power" in row}
+    assert {"pgd", "arc", "climb", "square"} <= tested
+    assert not {"clean", "noise", "worst"} & tested
+    assert any(finding["name"] == "power" for finding in record["findings"])
     assert code == int(severe)
     config = yaml.safe_load((file.parent / "config.yaml").read_text())
     assert "model" in config and not {"eps", "norm", "images", "strict"} & set(config)
     assert {row["n"] for row in record["attacks"]} == {10}
     out = capsys.readouterr().out
+    assert "power   climb finds" in out
     assert "Radius: linf 16/255, that of the training; --eps takes another\n" in out
     assert "Test metric" not in out  # Lightning's table of the same accuracies
     assert {row["ball"] for row in record["attacks"] if row["name"] == "pgd"} == {"linf 16/255"}

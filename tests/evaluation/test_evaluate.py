@@ -110,6 +110,24 @@ def test_batches_and_order_change_nothing():
         assert torch.equal(found.scores, expected.scores)
 
 
+def test_one_word_for_attacks():
+    images = DataLoader(data(), batch_size=50)
+    options = {"eps": "8/255", "progress": False}
+    found = evaluate(net(), "pgd", images, **options)
+    named = {"pgd": PGD(Threat("linf", "8/255"), 20, 2 / 255)}
+    assert torch.equal(found.scores, evaluate(net(), named, images, progress=False).scores)
+    auto = evaluate(net(), "auto", images, norm="l2", max_images=4, **options)
+    assert {str(attack.threat) for attack in auto.attacks.values()} == {"l2 8/255"}
+    assert auto.names == ["clean", "auto"]
+    for attacks, eps, message in (
+        ("pdg", 0.1, "attacks must be pgd, autoattack, auto, suite or a mapping, got 'pdg'"),
+        ("pgd", None, "eps is the radius of attacks given by one word, got 'pgd', None"),
+        (named, 0.1, "eps is the radius of attacks given by one word"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            evaluate(net(), attacks, images, eps=eps)
+
+
 def test_a_part_of_the_images_is_chosen_by_the_seed():
     loader = DataLoader(data(), batch_size=7)
     first, again, other = (

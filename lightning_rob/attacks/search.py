@@ -1,0 +1,413 @@
+"""Search for the attack that a defense calls for: what to climb, and through which slopes."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor, nn
+
+from lightning_rob.attacks.active_set import positions
+from lightning_rob.attacks.apgd import APGD
+from lightning_rob.attacks.base import Attack
+from lightning_rob.attacks.budget import PassCount
+from lightning_rob.attacks.decorators import Budgeted
+from lightning_rob.attacks.execution import restoring
+from lightning_rob.attacks.gradient import ObjectiveGradient
+from lightning_rob.attacks.members import Best, Strongest
+from lightning_rob.attacks.square import Square
+from lightning_rob.attacks.surrogate import SeenThrough, Slope, SurrogateGradient, by_draw, sources
+from lightning_rob.defenses import Defense
+from lightning_rob.defenses.per_image import restricted_to
+from lightning_rob.objectives import (
+    expected_ce,
+    expected_dlr,
+    expected_margin,
+    expected_probability_margin,
+)
+from lightning_rob.randomness import Generator, derive_seed, own_streams, seed_of
+from lightning_rob.runtime.errors import NoGradientError
+from lightning_rob.runtime.identity import attack_spec
+from lightning_rob.threat import Threat
+
+IMAGES = 24  # that still stand, on which candidates are compared
+PROBED = 16  # images of which a forward pass is looked at
+DRAWS, MORE_DRAWS = 2, 6  # for each step on a network that draws noise of its own
+PREDICTIONS = 5  # of such a network, to judge an attack
+SHARES = (0.15, 0.25)  # of the passes, for all candidates and for variants of the best
+OF_RANDOM = (0.05, 0.35, 0.2)  # for the opening, candidates and variants where steps cost more
+COPIES, NOISE = 6, 0.3  # noisy copies for each step, and their noise as a share of the radius
+DIRECTIONS, MOVE = 4, 0.3  # moves in which slopes are compared with differences; share of eps
+AGREEING = 0.5  # correlation of both from which a slope is worth following
+APART = 0.01  # of the largest logit, by which another batch may change logits
+TARGETS = 9
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One attack of a search, and the share of images that it left."""
+
+    words: str
+    attack: Attack
+    images: int
+    left: float  # share of the images; NaN where it could not run
+    passes: int  # of an image, at most
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class AutoResult:
+    """Images of `Auto`, the attack that it found, what hides gradients, and what was tried."""
+
+    x_adv: Tensor  # [B, C, H, W]
+    attack: Attack  # runs alone, and gives the same images of this batch
+    findings: tuple[str, ...] = ()  # what hides gradients, in words
+    trail: tuple[Trial, ...] = ()  # what was tried, in order
+
+    @property
+    def recipe(self) -> str:
+        """The attack as a plug-in, the content of a file for `--trainer.callbacks+=FILE`."""
+        spec = {"attacks": {"auto": attack_spec(self.attack)}}
+        plugin = {"class_path": "lightning_rob.RobustEval", "init_args": spec}
+        return yaml.safe_dump(plugin, sort_keys=False)
+
+    @property
+    def python(self) -> str:
+        """The attack as an expression of Python."""
+        return as_python(attack_spec(self.attack))
+
+
+def as_python(spec: Any) -> str:
+    """Return plain data of an attack, from `attack_spec`, as an expression of Python."""
+    if isinstance(spec, Mapping) and "class_path" in spec:
+        name = str(spec["class_path"]).rpartition(".")[2]
+        given = ", ".join(f"{key}={as_python(v)}" for key, v in spec["init_args"].items())
+        return f"{name}({given})"
+    if isinstance(spec, str) and spec.startswith("lightning_rob."):
+        return spec.rpartition(".")[2]
+    if isinstance(spec, list):
+        return "(" + "".join(f"{as_python(one)}, " for one in spec).rstrip() + ")"
+    return repr(spec)
+
+
+@dataclass
+class Judged:
+    """A candidate with the probability of a right prediction of each image of the search."""
+
+    attack: Any
+    right: Tensor
+
+    @property
+    def left(self) -> float:
+        """Mean probability of a right prediction."""
+        return float(self.right.mean())
+
+
+class Search:
+    """Successive halving over surrogate gradients and objectives, on images that still stand.
+
+    Args:
+        defense: the defense inside `attacking`.
+        classes: their number.
+        draws_anew: whether no prediction of the defense is a proof.
+    """
+
+    def __init__(
+        self,
+        threat: Threat,
+        defense: Defense,
+        x: Tensor,
+        y: Tensor,
+        generator: Generator,
+        classes: int,
+        draws_anew: bool,
+    ) -> None:
+        self.threat, self.defense, self.classes = threat, defense, classes
+        self.x, self.y, self.generator = x, y, generator
+        # Noise of its own, so that the attack that is found draws the same when it runs alone.
+        self.seed = int(torch.randint(2**62, ())) if generator is None else seed_of(generator)
+        self.networks = len(defense.weights)
+        self.random, self.together = draws_anew, False
+        self.findings: list[str] = []
+        self.trail: list[Trial] = []
+        self.spent = 0  # passes of an image, at most
+
+    def run(self, first: Attack, opening: int, passes: int) -> AutoResult:
+        """Attack all images by `first`, within its passes, and by what is found, within all."""
+        x, restore = self.x, restoring(self.generator)
+        views = self._views(positions(x)[:PROBED])
+        shares: list[float] = [*SHARES]
+        if self.random and self.defense.kind == "single":
+            start, *shares = OF_RANDOM
+            opening = int(start * passes)
+            first = Budgeted(views[0], opening)
+        everyone, best = positions(x), Best(x.clone(), x.new_full((len(x),), torch.inf))
+        # Where one prediction is no proof, or images belong together, one attack has to do.
+        alone, attacks = self.random or self.together, [first]
+        try:
+            if alone:
+                best.x_adv, best.right = self._tried(first, everyone)
+            else:
+                best.improve(first, 0, self.defense, x, self.y, self.generator)
+        except NoGradientError:  # a surrogate may have one
+            attacks, best.right, opening = [], self._right(x, everyone), 2 * self.networks
+            self.findings.append("no gradient leads to the images")
+        self._note("first", first, best.right, opening + self._judging)
+        standing = (best.right > 0).nonzero()[:, 0]
+        if not len(standing):
+            return self._found(best.x_adv, first)
+        rows = everyone if self.together else standing[:IMAGES]
+        judged = self._round("1", list(self._candidates(views)), rows, int(shares[0] * passes))
+        judged.sort(key=lambda one: one.left)  # stable: the earlier one wins ties
+        if judged and judged[0].left > 0:
+            self.rugged = not self.random and self._is_rugged(judged[0].attack, rows[:PROBED])
+            if self.rugged:
+                self.findings.append("slopes that say little of how predictions change")
+            variants = list(self._variants(judged))
+            judged += self._round("2", variants, rows, int(shares[1] * passes))
+            judged.sort(key=lambda one: one.left)
+        winners = self._winners(judged)[: 1 if alone else None]
+        free = passes - self.spent - len(winners) * self._judging
+        total = sum(share for share, _ in winners)
+        count = PassCount(self.defense, x, self.classes)
+        finals = [Budgeted(a, max(int(share / total * free), 1)) for share, a in winners]
+        finals = [one for one in finals if one.passes >= one.attack.least(count)]
+        if alone and finals:
+            (final,), before = finals, float(best.right.mean())
+            restore()  # as when it runs alone
+            with own_streams(self.seed, x.device):
+                x_adv = final.perturb(self.defense, x, self.y, self.generator)
+            right = self._right(x_adv, everyone)
+            self._note("winner", final, right, final.passes)
+            if float(right.mean()) <= before or not attacks:
+                return self._found(x_adv, final)
+            return self._found(best.x_adv, first)
+        for turn, final in enumerate(finals, len(attacks)):
+            best.improve(final, turn, self.defense, x, self.y, self.generator)
+            self._note("winner", final, best.right, final.passes)
+        chosen = (*attacks, *finals) or (first,)
+        return self._found(best.x_adv, chosen[0] if len(chosen) == 1 else Strongest(chosen))
+
+    @property
+    def _judging(self) -> int:
+        """Passes that the predictions cost by which an attack is judged."""
+        return self.networks * (PREDICTIONS if self.random else 1)
+
+    def _found(self, x_adv: Tensor, attack: Attack) -> AutoResult:
+        return AutoResult(x_adv, attack, tuple(self.findings), tuple(self.trail))
+
+    def _note(self, turn: str, attack: Attack, right: Tensor, passes: int, error: str = "") -> None:
+        left = float("nan") if error else float(right.mean())
+        words = f"{turn}: {in_words(attack)}"
+        self.trail.append(Trial(words, attack, len(right), left, passes, error))
+        self.spent += passes
+
+    def _views(self, rows: Tensor) -> list[SurrogateGradient]:
+        """Look at forward passes of a few images; return what their findings call for."""
+        x = self.x[rows]
+        hard: tuple[Slope, ...] = ()
+        with restricted_to(self.defense, rows), own_streams(self.seed, x.device):
+            self._look_for_noise(x)
+            margin = APGD(
+                self.threat,
+                objective=expected_margin,
+                draws=DRAWS if self.random else None,
+                early_stop=not self.together,
+            )
+            base = SurrogateGradient(margin, draws_anew=self.random, together=self.together)
+            met, _ = self._observed(base, x)
+            for _ in range(2):  # behind what is cut off there may be more
+                hard = tuple(sorted(met - {"saturating"}))
+                met |= self._observed(replace(base, slopes=hard), x)[0] if hard else set()
+            self.findings += [f"{name} operations" for name in sorted(met)]
+            sets: list[tuple[Slope, ...]] = [(), hard, (*hard, "saturating")]
+            sets += [("rounding",)] if "rounding" in hard else []
+            sets = [s for s in sets if "saturating" not in s or "saturating" in met]
+            views = []
+            for slopes in dict.fromkeys(sets):
+                view = replace(base, slopes=slopes)
+                _, stages = self._observed(view, x)
+                views += [view, replace(view, stages=stages)] if stages else [view]
+            if any(view.stages for view in views):
+                self.findings.append("values before the output that stand for logits")
+            if hard:
+                views += [replace(base, enter=name) for name in self._parts(x)]
+        return views
+
+    def _noise(self) -> torch.Generator:
+        return torch.Generator(self.x.device).manual_seed(self.seed)
+
+    @torch.no_grad()
+    def _logits(self, x: Tensor) -> Tensor:
+        self.spent += self.networks
+        return self.defense.logits(x, self._noise()).nan_to_num()  # NaN equals nothing
+
+    def _look_for_noise(self, x: Tensor) -> None:
+        """Find out whether equal noise gives equal logits, and whether another batch does."""
+        logits, half = self._logits(x), positions(x)[: len(x) // 2]
+        if self.random or not torch.equal(logits, self._logits(x)):
+            self.random = True
+            self.findings.append("noise of its own")
+        elif len(half):
+            with restricted_to(self.defense, half):
+                change = self._logits(x[half]) - logits[:, half]
+            self.together = float(change.abs().max()) > APART * float(logits.abs().max())
+            self.findings += ["predictions that depend on the batch"] if self.together else []
+
+    def _observed(self, view: SurrogateGradient, x: Tensor) -> tuple[set[Slope], tuple[int, ...]]:
+        """Return the slopes met, and the places of the first values that stand for logits."""
+        self.spent += self.networks
+        try:
+            seen = SeenThrough(self.defense, view).observed(x.requires_grad_(), self._noise())
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # what does not run so will not as a candidate either, with its reason
+            return set(view.slopes), ()
+        finally:
+            x.requires_grad_(False)
+        places = sources(seen.values, seen.decided.argmax(1))
+        values = [by_draw(seen.values[place], len(x)) for place in places]
+        of_output = len(values) == 1 and torch.equal(values[0], seen.logits)
+        return seen.met, () if of_output else places
+
+    def _parts(self, x: Tensor) -> list[str]:
+        """Return the first two outermost parts that take other images in the place of x."""
+        found: list[str] = []
+        names = {module: name for name, module in self.defense.named_modules()}
+
+        def look(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            z, name = (inputs or (None,))[0], names[module]
+            inner = any(f"{name}.".startswith(f"{outer}.") for outer in found)
+            if isinstance(z, Tensor) and z.shape == x.shape and not inner and not torch.equal(z, x):
+                found.append(name)
+
+        handles = [module.register_forward_pre_hook(look) for module in names]
+        try:
+            self._logits(x)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return found[:2]
+
+    def _is_rugged(self, view: SurrogateGradient, rows: Tensor) -> bool:
+        """Return whether slopes of the margin say little of its changes within the ball."""
+        x, y, seen = self.x[rows], self.y[rows], SeenThrough(self.defense, view)
+        margin, (low, high) = ObjectiveGradient(expected_margin), self.threat.bounds
+        self.spent += (2 + DIRECTIONS) * self.networks
+        expected, real, noise = [], [], self._noise()
+        with restricted_to(self.defense, rows):
+            with own_streams(self.seed, x.device):
+                at = margin(seen, x, y, self._noise())
+            for _ in range(DIRECTIONS):
+                step = MOVE * (self.threat.start(x, noise) - x)
+                moved = (x + step).clamp(low, high)
+                with own_streams(self.seed, x.device), torch.no_grad():
+                    real.append(margin.value(seen, moved, y, self._noise()) - at.value)
+                expected.append((at.gradient * (moved - x)).flatten(1).sum(1))
+        both = torch.stack([torch.stack(expected), torch.stack(real)], 2)
+        both = both / both.abs().amax((0, 2), keepdim=True).clamp_min(1e-30)  # no image decides
+        product = (both[..., 0] * both[..., 1]).sum()
+        return float(product / both.square().sum((0, 1)).prod().sqrt().clamp_min(1e-30)) < AGREEING
+
+    def _candidates(self, views: list[SurrogateGradient]) -> Iterator[Attack]:
+        yield from views
+        yield _changed(views[0], objective=expected_ce)
+
+    def _noisy(self, view: SurrogateGradient) -> SurrogateGradient:
+        return replace(view, noise=NOISE * self.threat.eps, copies=COPIES)
+
+    def _variants(self, judged: list[Judged]) -> Iterator[Attack]:
+        """Yield the best with other objectives, smoothed where slopes call for it; Square."""
+        best, *others = [one.attack for one in judged]
+        objectives = [expected_ce, expected_probability_margin]
+        objectives += [expected_dlr] if self.classes > 2 else []
+        for objective in objectives[: 1 if self.random else None]:
+            if objective is not best.attack.objective:
+                yield _changed(best, objective=objective)
+        if self.random:  # its own noise smooths already
+            yield _changed(best, draws=MORE_DRAWS)
+            return
+        yield from others[:1]
+        for view in (best, *others[:1]) if self.rugged else ():
+            yield self._noisy(view)
+        if judged[0].left > 0.8 and not self.together:
+            yield Square(self.threat)
+
+    def _round(
+        self, turn: str, candidates: list[Attack], rows: Tensor, passes: int
+    ) -> list[Judged]:
+        """Try candidates on the same images with their shares of the passes."""
+        judged = []
+        # A step on noisy copies or of more draws costs more, and Square needs many queries.
+        costly = [hasattr(c, "queries") or getattr(c, "copies", 0) > 0 for c in candidates]
+        weights = [5 if more else 1 for more in costly]
+        if self.random:
+            weights = [(c.attack.draws or 1) // DRAWS for c in candidates]  # type: ignore[attr-defined]
+        for weight, candidate in zip(weights, candidates, strict=True):
+            share = weight * passes // sum(weights)
+            attack, error = Budgeted(candidate, max(share - self._judging, 1)), ""
+            right = self.x.new_ones(len(rows))
+            try:
+                _, right = self._tried(attack, rows)
+                judged.append(Judged(candidate, right))
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as problem:  # the next candidate may run
+                error = f"{type(problem).__name__}: {problem}"
+            self._note(turn, attack, right, share, error)
+        return judged
+
+    def _tried(self, attack: Attack, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return images [b, …] of an attack, and the probability [b] of a right prediction."""
+        x, seed = self.x[rows], derive_seed(self.seed, len(self.trail))
+        noise = torch.Generator(x.device).manual_seed(seed)
+        with restricted_to(self.defense, rows), own_streams(seed, x.device):
+            x_adv = attack.perturb(self.defense, x, self.y[rows], noise)
+        return x_adv, self._right(x_adv, rows)
+
+    @torch.no_grad()
+    def _right(self, x_adv: Tensor, rows: Tensor) -> Tensor:
+        runs, noise = [], self._noise()
+        with restricted_to(self.defense, rows), own_streams(self.seed, x_adv.device):
+            for _ in range(PREDICTIONS if self.random else 1):
+                right = self.defense(x_adv, noise).gather(1, self.y[rows, None])
+                runs.append(right[:, 0])
+        return torch.stack(runs).mean(0).to(x_adv)
+
+    def _winners(self, judged: list[Judged]) -> list[tuple[float, Attack]]:
+        """Return attacks for all images that stand, with their shares of the passes."""
+        if not judged:  # nothing could run
+            return [(1.0, Square(self.threat))]
+        best = judged[0]
+        follows = not getattr(best.attack, "copies", 1)  # a gradient, at the image itself
+        targeted = _changed(best.attack, targets=TARGETS) if follows and self.classes > 3 else None
+        if best.left == 1 and targeted and not self.random:
+            return [(1.0, targeted)]
+        winners = [(1.0, best.attack)]
+        joint = min(judged, key=lambda one: float(torch.minimum(one.right, best.right).mean()))
+        if float(torch.minimum(joint.right, best.right).mean()) < best.left:
+            winners.append((0.75, joint.attack))
+        return [*winners, (1.5, targeted)] if targeted else winners
+
+
+def _changed(view: SurrogateGradient, **changes: Any) -> SurrogateGradient:
+    """Return the surrogate with another setting of its attack."""
+    return replace(view, attack=replace(view.attack, **changes))  # type: ignore[type-var]
+
+
+def in_words(attack: Any) -> str:
+    """Return an attack in a few words, for the trail."""
+    inner = getattr(attack, "attack", None)
+    if inner is not None:
+        parts = [in_words(inner)]
+        if hasattr(attack, "slopes"):
+            parts += [f"slopes through {', '.join(attack.slopes)}"] if attack.slopes else []
+            parts += [f"on {len(attack.stages)} values before the output"] if attack.stages else []
+            parts += [f"identity before {attack.enter}"] if attack.enter else []
+            parts += [f"mean of {attack.copies} noisy copies"] if attack.copies else []
+        return "; ".join(parts)
+    name, objective = type(attack).__name__, getattr(attack, "objective", None)
+    if getattr(attack, "targets", 0):
+        return f"{name} towards {attack.targets} classes"
+    return f"{name} on {objective}" if objective else name

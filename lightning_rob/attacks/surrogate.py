@@ -1,0 +1,404 @@
+"""Surrogate gradients: other slopes and other objectives for a given network."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, Literal, TypeGuard, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.nn.functional import softmax
+from torch.overrides import TorchFunctionMode
+
+from lightning_rob.attacks.budget import PassCount
+from lightning_rob.attacks.decorators import AttackDecorator
+from lightning_rob.attacks.sight import own_sight
+from lightning_rob.defenses import Defense
+from lightning_rob.defenses.per_image import PerImageLayer
+from lightning_rob.randomness import Generator, normal
+from lightning_rob.runtime.errors import at_least
+from lightning_rob.transforms.base import pinned
+
+Slope = Literal["rounding", "detached", "saturating", "custom"]
+ROUNDS = {"round", "floor", "ceil", "trunc", "fix", "sign", "sgn", "floor_divide", "__floordiv__"}
+COMPARES = {"gt", "ge", "lt", "le", "greater", "greater_equal", "less", "less_equal"}
+CASTS = {"float", "double", "half", "bfloat16", "to", "type", "type_as", "div", "true_divide"}
+BOUNDS = {"clamp", "clip", "clamp_min", "clamp_max", "hardtanh", "relu6", "hardsigmoid"}
+SATURATES = BOUNDS | {"sigmoid", "tanh"}
+LEAVES_TORCH = {"numpy", "__array__", "tolist", "item"}
+AGREES = 0.6  # share of images for which values that stand for logits have the same largest one
+
+
+class _Value(torch.autograd.Function):
+    """The first tensor's values, bit by bit, with the gradient of the second."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, other: Tensor) -> Tensor:
+        return value.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, gradient
+
+
+class _Entering(_Value):
+    """As `_Value`, with the gradient to both: a purifier may ask for that of its own images."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return gradient, gradient
+
+
+def _hidden(value: Any) -> Tensor | None:
+    """Return what a value without a gradient was computed from, as far as that is known."""
+    return vars(value).get("hidden_source") if isinstance(value, Tensor) else None
+
+
+def _hiding(out: Tensor, source: Tensor) -> Tensor:
+    """Keep with a value without a gradient what it was computed from."""
+    vars(out)["hidden_source"] = source
+    return out
+
+
+class _Surrogate(TorchFunctionMode):
+    """Give operations other slopes, and keep the values that may be logits.
+
+    Values stay the same, bit by bit. Operations are known by their names, which are the same for
+    functions and methods; a name that ends in an underscore changes its input in place.
+    """
+
+    def __init__(self, slopes: Sequence[Slope], images: int) -> None:
+        super().__init__()
+        self.slopes = frozenset(slopes)
+        self.images = images
+        self.met: set[Slope] = set()  # slopes that would change something
+        self.values: list[Tensor] = []  # [n, B, K], [B, K] or [n B, K], in the order of the calls
+        self.gone: Tensor | None = None  # the last batch that went to numpy
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__get__" and func.__self__ is Tensor.data:
+            name = "detach"
+        if name in ("grad", "backward"):  # a purifier's, of values that the attack may climb too
+            return func(*args, **kwargs | {"retain_graph": True})
+        if name in ("_set_grad_enabled", "detach", "requires_grad_") or name in LEAVES_TORCH:
+            return self._detached(func, name, args, kwargs)
+        if self.gone is not None:
+            args = tuple(self._returned(value, self.gone) for value in args)
+        plain = name if name.endswith("__") else name.removesuffix("_")
+        out = self._with_slope(func, plain, args, kwargs)
+        if isinstance(out, Tensor):
+            if self.gone is not None:
+                vars(out)["known"] = True
+            # Logits of each image, or of some copies of it.
+            copies = out.dim() == 2 and len(out) and len(out) % self.images == 0
+            by_draws = out.dim() == 3 and self.images in out.shape[:2]
+            if (copies or by_draws) and _differentiated(out):
+                self.values.append(out)
+        return out
+
+    def _detached(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Let gradients pass where the network cuts them off."""
+        first = args[0]
+        cuts = first is False if name == "_set_grad_enabled" else _differentiated(first)
+        if not cuts:
+            return func(*args, **kwargs)
+        if name != "requires_grad_":
+            self.met.add("detached")
+        attached = "detached" in self.slopes
+        if name in LEAVES_TORCH:
+            if first.dim() > 1:
+                self.gone = first if attached else None
+            return func(first.detach(), *args[1:], **kwargs)
+        if not attached:
+            return func(*args, **kwargs)
+        if name == "_set_grad_enabled":
+            return None
+        if name == "requires_grad_":  # it is no leaf any more; loss.backward() may look for .grad
+            first.retain_grad()
+            return first
+        return first.clone()
+
+    def _returned(self, value: Any, gone: Tensor) -> Any:
+        """Return a batch that comes back from numpy in its shape, with the identity's slope."""
+        if not (isinstance(value, Tensor) and value.shape == gone.shape) or value.requires_grad:
+            return value
+        new = value.is_floating_point() and "known" not in vars(value)
+        return _Value.apply(value.to(gone), gone) if new else value
+
+    def _with_slope(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        first = args[0] if args else None
+        source = _hidden(first)
+        if source is not None and (name in CASTS or name == "one_hot"):
+            out = func(*args, **kwargs)
+            source = softmax(source, -1) if name == "one_hot" else source
+            if not out.is_floating_point():
+                return _hiding(out, source)
+            return _Value.apply(out, (source / args[1] if "div" in name else source).to(out))
+        if not _differentiated(first):
+            return func(*args, **kwargs)
+        rounded = name in ROUNDS or kwargs.get("rounding_mode") is not None
+        rounded |= name in COMPARES or name == "argmax"
+        if rounded or name in SATURATES:
+            self.met.add("rounding" if rounded else "saturating")
+        if rounded and "rounding" in self.slopes:
+            return self._rounded(func, name, args, kwargs)
+        if name in SATURATES and "saturating" in self.slopes:
+            return self._through(func, args, kwargs, first)
+        out = func(*args, **kwargs)
+        if isinstance(out, Tensor) and not out.is_floating_point() and out.shape == first.shape:
+            self.met.add("rounding")  # a cast to whole numbers
+            return _hiding(out, first) if "rounding" in self.slopes else out
+        return out
+
+    def _rounded(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        first, second = args[0], args[1] if len(args) > 1 else None
+        if name == "argmax":
+            dim = kwargs.get("dim", second)
+            out = func(*args, **kwargs)
+            return out if dim is None else _hiding(out, first.movedim(dim, -1))
+        if name in COMPARES:
+            difference = first - second
+            return _hiding(func(*args, **kwargs), difference if name[0] == "g" else -difference)
+        divides = second is not None and ("div" in name or "rounding_mode" in kwargs)
+        return self._through(func, args, kwargs, first / second if divides else first)
+
+    def _through(self, func: Any, args: Any, kwargs: dict[str, Any], other: Tensor) -> Tensor:
+        """Return the operation's values with another slope, in place where it is in place."""
+        first = args[0]
+        with torch.no_grad():
+            value = func(first.detach().clone(), *args[1:], **kwargs)
+        out: Tensor = _Value.apply(value, other)
+        name = func.__name__
+        return first.copy_(out) if name.endswith("_") and not name.endswith("__") else out
+
+
+def _differentiated(value: Any) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
+
+
+def by_draw(value: Tensor, images: int) -> Tensor:
+    """Return values that may be logits as [n, B, K]: whichever order puts like ones together."""
+    classes = value.shape[-1]
+    if value.dim() == 2 and len(value) == images:
+        return value[None]
+    if value.dim() == 3:
+        return value if value.shape[1] == images else value.transpose(0, 1)
+    draws_first = value.reshape(-1, images, classes)
+    images_first = value.reshape(images, -1, classes).transpose(0, 1)
+    spread = [float(order.detach().var(0).mean()) for order in (draws_first, images_first)]
+    return draws_first if spread[0] <= spread[1] else images_first
+
+
+def sources(values: Sequence[Tensor], decided: Tensor) -> tuple[int, ...]:
+    """Return the positions of values that agree with decisions [B] and come from no others."""
+    nodes = {}
+    for position, value in enumerate(values):
+        chosen = by_draw(value, len(decided)).detach().mean(0).argmax(1)
+        if float((chosen == decided).float().mean()) >= AGREES:
+            nodes[position] = value.grad_fn
+    behind = {position: _ancestors(node) for position, node in nodes.items()}
+    return tuple(place for place in nodes if behind[place].isdisjoint(nodes.values()))
+
+
+def _ancestors(node: Any) -> set[Any]:
+    """Return all nodes of the graph that a node's gradient goes to."""
+    found, waiting = set(), [node]
+    while waiting:
+        for next_node, _ in waiting.pop().next_functions:
+            if next_node is not None and next_node not in found:
+                found.add(next_node)
+                waiting.append(next_node)
+    return found
+
+
+def custom_nodes(logits: Tensor) -> list[Any]:
+    """Return the nodes of the graph that are functions of the network's own."""
+    start = logits.grad_fn
+    nodes = () if start is None else chain([start], _ancestors(start))
+    own = [node for node in nodes if isinstance(node, BackwardCFunction)]
+    modules = [getattr(node, "_forward_cls").__module__ for node in own]  # noqa: B009
+    return [n for n, m in zip(own, modules, strict=True) if not m.startswith("lightning_rob.")]
+
+
+def _as_identity(node: Any) -> None:
+    """Let a node pass on what it gets to inputs of the same shape."""
+
+    def passed_on(inner: Sequence[Tensor | None], outer: Sequence[Tensor | None]) -> Any:
+        (given,) = outer if len(outer) == 1 else (None,)
+        if given is None or inner[0] is None or inner[0].shape != given.shape:
+            return None
+        return given, *inner[1:]
+
+    node.register_hook(passed_on)
+
+
+@contextmanager
+def entering(defense: nn.Module, part: str | None, x: Tensor) -> Iterator[None]:
+    """Give a part of the defense the image's gradient: what lies before it is the identity."""
+    if part is None:
+        yield
+        return
+
+    def replace_input(module: nn.Module, inputs: tuple[Any, ...]) -> Any:
+        z = inputs[0]
+        if not (isinstance(z, Tensor) and x.requires_grad and torch.is_grad_enabled()):
+            return None
+        return (_Entering.apply(z, x), *inputs[1:]) if z.shape == x.shape else None
+
+    handle = defense.get_submodule(part).register_forward_pre_hook(replace_input)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@dataclass(frozen=True)
+class SurrogateGradient(AttackDecorator):
+    """Attack by the gradient of a surrogate that is computed in the network's own forward pass.
+
+    The defense's own logits, which stay the same bit by bit, decide what fools it. Works on
+    operations of torch as Python calls them, not in TorchScript.
+
+    Args:
+        attack: a gradient attack on any objective, such as APGD.
+        slopes: operations that get another slope. "rounding" (round, sign, argmax, comparisons,
+            whole numbers) passes gradients straight through, "detached" ignores detach, no_grad
+            and ways through numpy, "saturating" passes them through clamp, sigmoid and tanh,
+            "custom" through autograd functions of the network's own (BPDA, Athalye et al. 2018).
+        stages: the objective's logits: places among the values [B, K] that the forward pass
+            computes, as `Auto` finds them, such as those before a softmax. Empty: its output.
+        enter: name of a part of the defense that takes images; all before it is the identity.
+        noise: standard deviation of noise on the image, in pixel units, over which gradients are
+            averaged where they change from point to point.
+        copies: noisy copies of the image; 0 takes the gradient at the image itself.
+        draws_anew: whether the network draws noise of its own, so that no prediction is a proof.
+        together: whether predictions depend on the batch, so that no image may leave it.
+
+    Raises:
+        ValueError: an unknown slope, noise without copies; when called, a stage that is not there.
+    """
+
+    slopes: tuple[Slope, ...] = ()
+    stages: tuple[int, ...] = ()
+    enter: str | None = None
+    noise: float = 0.0
+    copies: int = 0
+    draws_anew: bool = False
+    together: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "slopes", tuple(self.slopes))
+        object.__setattr__(self, "stages", tuple(self.stages))
+        if unknown := set(self.slopes) - set(get_args(Slope)):
+            raise ValueError(f"slopes must be of {get_args(Slope)}, got {sorted(unknown)}")
+        at_least(0, copies=self.copies)
+        if self.noise < 0 or (self.noise > 0) != (self.copies > 0):
+            raise ValueError(f"give noise and copies, got {self.noise:g} and {self.copies}")
+
+    def cost(self, count: PassCount) -> int:
+        # Each forward pass is one of the defense itself and one of each noisy copy.
+        return self.attack.cost(count) * (self.copies + 1)
+
+    def least(self, count: PassCount) -> int:
+        return self.attack.least(count) * (self.copies + 1)
+
+    def within(self, passes: int, count: PassCount) -> "SurrogateGradient":
+        each = self.affordable(passes, count) // (self.copies + 1) + count.asked
+        return replace(self, attack=self.attack.within(each, count))
+
+    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        with own_sight(len(x), x.device, generator):  # its gradients are not the defense's
+            return self.attack.perturb(SeenThrough(defense, self), x, y, generator)
+
+
+class SeenThrough(Defense):
+    """A defense with the logits of a surrogate; its predictions are the defense's own.
+
+    The first draw holds the defense's predictions [B, K] and has no weight in any objective; the
+    others are the surrogate's logits. The rule predicts by the first draw alone.
+    """
+
+    def __init__(self, defense: Defense, view: SurrogateGradient) -> None:
+        super().__init__(torch.tensor([0.0, 1.0]), _decided)
+        self.defense = defense
+        self.view = view
+        # Attacks let no image leave a batch that such a layer looks at.
+        self.batch = PerImageLayer() if view.together else None
+
+    @property
+    def classifiers(self) -> list[nn.Module]:
+        if self.view.draws_anew:
+            raise TypeError("the network draws noise of its own")
+        return self.defense.classifiers
+
+    def forward(self, x: Tensor, generator: Generator = None) -> Tensor:
+        found: Tensor = self.defense(x, generator)
+        return found
+
+    def sample_logits(
+        self, x: Tensor, generator: Generator = None, draws: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        parts = [(self.logits(x, generator), self.weights) for _ in range(draws or 1)]
+        decided = torch.stack([logits[0] for logits, _ in parts]).mean(0)[None]
+        weights = torch.cat([weights[1:] / len(parts) for _, weights in parts])
+        logits = torch.cat([decided, *(logits[1:] for logits, _ in parts)])
+        return logits, torch.cat([weights.new_zeros(1), weights])
+
+    def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
+        """Compute predictions and the surrogate's logits [1 + n, B, K]; sets their `weights`."""
+        wanted = x.requires_grad and torch.is_grad_enabled()
+        view, (low, high) = self.view, self.view.threat.bounds
+        with torch.enable_grad():
+            inside = x if wanted else x.detach().requires_grad_()
+            if view.copies:
+                with torch.no_grad():
+                    parts = [self.defense(x, generator)[None]]
+                for _ in range(view.copies):
+                    noise = view.noise * normal(x, *x.shape[1:], generator=generator)
+                    moved = pinned(inside + noise, low, high)
+                    parts.append(self.observed(moved, generator).logits)
+            else:
+                seen = self.observed(inside, generator)
+                parts = [seen.decided[None].to(seen.logits), seen.logits]
+        found = torch.cat(parts)
+        of_each = self.defense.weights if not view.stages else torch.ones(1)
+        shares = of_each.repeat((len(found) - 1) // len(of_each))
+        self.weights = torch.cat([shares.new_zeros(1), shares / shares.sum()])
+        return found if wanted else found.detach()
+
+    def observed(self, x: Tensor, generator: Generator = None) -> "Observed":
+        """Return what a forward pass of images x [B, …] that need a gradient shows."""
+        view, mode = self.view, _Surrogate(self.view.slopes, len(x))
+        with mode, entering(self.defense, view.enter, x):
+            logits = self.defense.logits(x, generator)
+        own = custom_nodes(logits)
+        for node in own if "custom" in view.slopes else ():
+            _as_identity(node)
+        values = [value for value in mode.values if value.shape[-1] == logits.shape[-1]]
+        decided = self.defense.rule(logits.detach(), self.defense.weights)
+        if view.stages:
+            if max(view.stages) >= len(values):
+                raise ValueError(f"stages {view.stages} of {len(values)} values: search again")
+            logits = torch.cat([by_draw(values[place], len(x)) for place in view.stages])
+        return Observed(decided, logits, values, mode.met | ({"custom"} if own else set()))
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Predictions of a forward pass, the logits to climb, and the values like logits."""
+
+    decided: Tensor  # [B, K]
+    logits: Tensor  # [n, B, K]
+    values: list[Tensor]
+    met: set[Slope]  # slopes that would change something
+
+
+def _decided(logits: Tensor, weights: Tensor) -> Tensor:
+    """Predict by the first draw, which holds the predictions."""
+    return logits[0]

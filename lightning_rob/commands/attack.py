@@ -1,0 +1,79 @@
+"""`lightning-rob attack`: attack a checkpoint by what its defense calls for."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from lightning_rob.commands.audit import RadiusConfig, audited_threat
+from lightning_rob.commands.config import at_least
+
+if TYPE_CHECKING:
+    from lightning_rob.attacks import AutoResult
+    from lightning_rob.commands.base import Run
+
+
+@dataclass(frozen=True)
+class AttackConfig(RadiusConfig):
+    """Attack a checkpoint by what its defense calls for, and show what was tried.
+
+    Finds what hides gradients, compares surrogates and objectives on images that
+    still stand, and attacks all images by the best. The attack that was found is
+    written into the run's folder as a plug-in, which runs alone.
+
+      lightning-rob attack last.ckpt --eps 8/255
+
+    Args:
+        eps: radius in pixel units, images span [0, 1]; else that of the training
+        norm: linf or l2; else that of the training
+        images: N test images, a random choice
+        passes: forward and backward passes of an image, at most
+        seed: of all noise, and of the choice of images
+    """
+
+    usage: ClassVar[str] = "CHECKPOINT [options of test]"
+
+    images: int = 100
+    passes: int = 2000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(1, images=self.images, passes=self.passes)
+        at_least(0, seed=self.seed)
+
+
+def run(config: AttackConfig, run: "Run") -> bool:
+    """Attack the images; print the table, the trail and the attack that was found."""
+    from lightning_rob.attacks import Auto
+    from lightning_rob.callbacks import RobustEval
+    from lightning_rob.callbacks.loggers import writing_folder
+    from lightning_rob.runtime.files import atomic_write_text
+
+    if run.checkpoint is None:
+        raise ValueError("say whose weights: lightning-rob attack CHECKPOINT")
+    threat, reason = audited_threat(config, run.model)
+    auto = Auto(threat, config.passes).noting()
+    inputs = vars(run.inputs)
+    evaluation = RobustEval({"auto": auto}, max_images=config.images, seed=config.seed, **inputs)
+    run.trainer.callbacks.append(evaluation)  # type: ignore[attr-defined]
+    run.trainer.test(
+        run.model, run.data, ckpt_path=run.checkpoint, verbose=False, weights_only=True
+    )
+    if run.trainer.is_global_zero and (found := auto.results):
+        print(f"Radius: {threat}, {reason}")
+        print(trail(found[0]))
+        if folder := writing_folder(run.trainer):
+            atomic_write_text(folder / "found.yaml", found[0].recipe)
+            print(f"As a plug-in: --trainer.callbacks+={folder / 'found.yaml'}")
+        print(f"In Python: {found[0].python}")
+    return False
+
+
+def trail(result: "AutoResult") -> str:
+    """Return the findings and what was tried, line by line."""
+    lines = [f"Found: {'; '.join(result.findings) or 'nothing that hides gradients'}"]
+    lines.append("  left %  images  passes")
+    for trial in result.trail:
+        left = "       -" if trial.error else f"{100 * trial.left:8.1f}"
+        reason = f" ({trial.error:.60})" if trial.error else ""
+        lines.append(f"{left}{trial.images:8}{trial.passes:8}  {trial.words}{reason}")
+    return "\n".join(lines)

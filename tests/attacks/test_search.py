@@ -1,0 +1,233 @@
+"""Auto finds what a network hides from gradients, and its recipe runs alone."""
+
+import contextlib
+import warnings
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import one_hot
+
+import lightning_rob
+from lightning_rob import load_callbacks, objectives
+from lightning_rob.attacks import APGD, Auto, SurrogateGradient
+from lightning_rob.attacks.nested import walk
+from lightning_rob.attacks.surrogate import SeenThrough, _Surrogate
+from lightning_rob.defenses import Ensemble, Single
+from lightning_rob.rules import mean_logits
+from lightning_rob.runtime.errors import NoGradientError, ZeroGradientWarning
+from lightning_rob.threat import Threat
+from tests.attacks.common import images, right, seeded, streams, trained_net
+from tests.counting import Counting
+
+THREAT = Threat("linf", 0.14)
+PASSES, IMAGES = 800, 24
+
+
+class Behind(nn.Module):
+    """A network behind a function of its input, with another one of its output."""
+
+    def __init__(self, net, before=lambda x: x, after=lambda z: z):
+        super().__init__()
+        self.net, self.before, self.after = net, before, after
+
+    def forward(self, x):
+        return self.after(self.net(self.before(x)))
+
+
+class Ranked(nn.Module):
+    """Heads that are compared as in CrossMax: a class counts by its second best head."""
+
+    def __init__(self):
+        super().__init__()
+        self.nets = nn.ModuleList(trained_net(seed) for seed in (1, 2, 3))
+
+    def forward(self, x):
+        z = torch.stack([net(x) for net in self.nets])
+        z = z - z.amax(2, keepdim=True)
+        z = z - z.amax(0, keepdim=True)
+        return z.topk(2, 0).values[-1]
+
+
+def through_half(x):
+    """Leave torch through numpy, and a way that autograd does not see."""
+    return torch.from_numpy(x.detach().numpy().astype("float64")).float()
+
+
+class Rounded(torch.autograd.Function):
+    """A function of a user's own, without a slope."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return (32 * x).round() / 32
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.zeros_like(gradient)
+
+
+FAULTS = {
+    "softmax": {"after": lambda z: (60 * z).softmax(1)},
+    "logarithm": {"after": lambda z: ((60 * z).softmax(1) + 1e-9).log()},
+    "votes": {"after": lambda z: one_hot(z.argmax(1), 4).float()},
+    "saturation": {"after": lambda z: (40 * z).tanh() + 1e-3 * z.detach()},
+    "rounding": {"before": lambda x: (32 * x).round() / 32},
+    "8 bits": {"before": lambda x: (255 * x).to(torch.uint8) / 255},
+    "own function": {"before": Rounded.apply},
+    "detach": {"before": lambda x: x.detach() + 0},
+    "no_grad": {"before": torch.no_grad()(lambda x: 1 * x)},
+    "numpy": {"before": through_half},
+}
+
+
+def left_by(attack, net, x, y):
+    defense = Single(net)
+    x_adv = attack(defense, x, y, seeded())
+    assert (attack.threat.distance(x_adv, x) <= 1 + 1e-5).all()
+    return right(defense, x_adv, y).mean().item()
+
+
+@cache
+def left_plain():
+    x, y = images(IMAGES, seed=4)
+    return left_by(Auto(THREAT, PASSES), trained_net(1), x, y)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_a_network_hides_is_found(name):
+    """Behind a fault, Auto leaves at most an image more than on the network alone."""
+    x, y = images(IMAGES, seed=4)
+    net = Behind(trained_net(1), **FAULTS[name])
+    assert 0.1 < left_plain() < 0.5
+    assert left_by(Auto(THREAT, PASSES), net, x, y) <= left_plain() + 1.1 / IMAGES
+    with contextlib.suppress(NoGradientError), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ZeroGradientWarning)
+        hidden = left_by(Auto(THREAT, 300), net, x, y)  # too few passes for a search
+        assert hidden > left_plain() + 0.4
+
+
+def test_heads_that_are_ranked():
+    """As on the mean of the heads, which has all their gradients."""
+    x, y = images(IMAGES, seed=4)
+    mean = Ensemble([trained_net(seed) for seed in (1, 2, 3)], rule=mean_logits)
+    x_adv = APGD(THREAT, objective=objectives.linear)(mean, x, y, seeded())
+    ranked = Ranked()
+    known = right(Single(ranked), x_adv, y).mean().item()
+    assert left_by(Auto(THREAT, PASSES), ranked, x, y) <= known + 1.1 / IMAGES
+
+
+class Noisy(nn.Module):
+    """Noise from torch's stream."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return self.net(x + 0.2 * torch.randn_like(x))
+
+
+@pytest.mark.parametrize("name", ["softmax", "rounding", "noise", "nothing"])
+@pytest.mark.parametrize("noise", [lambda x: seeded(3), streams], ids=["seeded", "streams"])
+def test_the_recipe_runs_alone_with_the_same_result(name, noise, tmp_path):
+    x, y = images(IMAGES, seed=5)
+    net = (
+        Noisy(trained_net(1)) if name == "noise" else Behind(trained_net(1), **FAULTS.get(name, {}))
+    )
+    defense, auto = Single(net), Auto(THREAT, PASSES)
+    result = auto.find(defense, x, y, noise(x))
+    assert torch.equal(result.x_adv, auto(defense, x, y, noise(x)))
+    assert torch.equal(result.x_adv, result.attack(defense, x, y, noise(x)))
+    assert not any(isinstance(part, Auto) for part in walk(result.attack))
+    file = tmp_path / "found.yaml"
+    file.write_text(result.recipe)
+    (plugin,) = load_callbacks(str(file))
+    assert plugin.attacks == {"auto": result.attack}
+    names = vars(objectives) | {n: getattr(lightning_rob, n) for n in lightning_rob.__all__}
+    assert eval(result.python, names) == result.attack
+    assert result.trail[0].images == IMAGES
+    assert all(trial.words for trial in result.trail)
+
+
+@pytest.mark.parametrize("name", ["softmax", "rounding", "nothing"])
+def test_passes_are_counted(name):
+    """On images of which none is fooled, so that none leaves: the budget is an upper bound."""
+    counting = Counting(trained_net(1)).eval()
+    defense = Single(Behind(counting, **FAULTS.get(name, {})))
+    x = torch.rand(4, 1, 6, 6)
+    y = defense(x).argmax(1)
+    counting.clear()
+    result = Auto(Threat("linf", 1e-6), 700).find(defense, x, y, seeded())
+    used = counting.images() + sum(counting.backwards)
+    assert 0.6 * 700 * 4 <= used <= 700 * 4
+    assert sum(trial.passes for trial in result.trail) <= 700
+
+
+def test_a_search_that_finds_nothing_costs_little():
+    """On a network that hides nothing, most passes remain for runs towards classes."""
+    x, y = images(IMAGES, seed=4)
+    result = Auto(THREAT, 1000).find(Single(trained_net(1)), x, y, seeded())
+    searched = [t.passes for t in result.trail if t.words[0] in "12"]
+    assert sum(searched) <= 400
+    assert "APGD towards 9 classes" in result.trail[-1].words
+
+
+SLOPES = ("rounding", "detached", "saturating", "custom")
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_values_stay_the_same_bit_by_bit(name):
+    x = images(12, seed=6)[0]
+    net = Behind(trained_net(1), **FAULTS[name]).eval()
+    view = SurrogateGradient(APGD(THREAT), slopes=SLOPES)
+    seen = SeenThrough(Single(net), view)
+    logits = seen.logits(x.requires_grad_())
+    with torch.no_grad():
+        assert torch.equal(logits[1].detach(), net(x))
+        assert torch.equal(logits[0].argmax(1), net(x).argmax(1))
+    assert seen.weights.tolist() == [0, 1]
+    if "before" in FAULTS[name]:
+        (gradient,) = torch.autograd.grad(logits[1, :, 0].sum(), x)
+        assert (gradient.flatten(1).abs().amax(1) > 0).all()
+
+
+def slope(function, *slopes):
+    """The gradient of a function's sum at a few numbers, through other slopes."""
+    x = torch.tensor([[-0.7, 0.2], [0.6, 3.0]], requires_grad=True)
+    with _Surrogate(slopes, 2):
+        out = function(x)
+    return torch.autograd.grad(out.sum(), x)[0]
+
+
+def test_slopes():
+    ones = torch.ones(2, 2)
+    for function, slopes, expected in (
+        (torch.round, ("rounding",), ones),
+        (lambda x: (8 * x).floor() / 8, ("rounding",), ones),
+        (lambda x: torch.div(x, 4, rounding_mode="floor"), ("rounding",), ones / 4),
+        (lambda x: x // 4, ("rounding",), ones / 4),
+        (lambda x: (3 * x > 1).float(), ("rounding",), 3 * ones),
+        (lambda x: (3 * x < 1).float(), ("rounding",), -3 * ones),
+        (lambda x: (255 * x).to(torch.int32) / 255, ("rounding",), ones),
+        (lambda x: x.clone().clamp_(0, 1), ("saturating",), ones),
+        (lambda x: (2 * x).sigmoid(), ("saturating",), 2 * ones),
+        (lambda x: x.detach() * x, ("detached",), 2 * torch.tensor([[-0.7, 0.2], [0.6, 3.0]])),
+        (lambda x: x.data * 3 + 0 * x, ("detached",), 3 * ones),
+        (lambda x: x.clamp(0, 1), ("rounding",), torch.tensor([[0.0, 1.0], [1.0, 0.0]])),
+        (lambda x: x.round() + x, (), ones),
+    ):
+        torch.testing.assert_close(slope(function, *slopes), expected)
+
+
+def test_settings_without_a_meaning():
+    for options, message in (
+        ({"slopes": ("round",)}, "slopes must be of .*, got .'round'."),
+        ({"noise": 0.1}, "give noise and copies, got 0.1 and 0"),
+        ({"copies": -1}, "copies must be at least 0, got -1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            SurrogateGradient(APGD(THREAT), **options)
+    x, y = images(4)
+    with pytest.raises(ValueError, match=r"stages \(99,\) of \d+ values: search again"):
+        SurrogateGradient(APGD(THREAT), stages=(99,))(Single(trained_net(1)), x, y, seeded())
