@@ -179,6 +179,14 @@ def test_few_images_and_a_single_attack_are_warned_of(tmp_path):
     assert "50.0% of 33 test images under apgd alone" in text
 
 
+def test_an_attacker_who_knows_the_noise_has_a_line(tmp_path):
+    known = {"accuracy": 0.345, "interval": [0.3, 0.39], "n": 380, "ball": "linf 8/255"}
+    lines = [line("clean", 0.9), line("apgd", 0.5), line("worst", 0.5, known_noise=known)]
+    _, text, _ = made(folder(tmp_path / "run", lines))
+    assert "34.5% withstand an attacker who knows the noise, within linf 8/255" in text
+    assert "380 images" in text
+
+
 def test_without_a_test_the_last_validation_is_shown_as_one(tmp_path):
     lines = evaluation(0.9, 0.5, 0.4, 0.3, stage="val", epoch=7)
     _, text, _ = made(folder(tmp_path / "run", lines))

@@ -6,9 +6,21 @@ import math
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_rob import DENT, PGD, Ensemble, Mixture, RandomTransforms, Single, Threat, evaluate
+from lightning_rob import (
+    DENT,
+    PGD,
+    Ensemble,
+    Mixture,
+    RandomTransforms,
+    RobustEval,
+    Single,
+    Threat,
+    evaluate,
+)
 from lightning_rob.attacks import Square, SurrogateTransforms
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.known_noise import KnownNoise, drawn_parts
@@ -119,6 +131,23 @@ def test_what_is_kept_of_it(tmp_path):
     rows = list(csv.DictReader((tmp_path / "scores.csv").read_text().splitlines()))
     assert [float(row["known_noise"]) for row in rows] == found.rows.known_noise.tolist()
     assert not math.isnan(found.known_noise.accuracy)
+
+
+def test_the_callback_logs_it():
+    class Module(LightningModule):
+        defense = Noisy(NET)
+
+        def test_step(self, batch, batch_idx):
+            pass
+
+    loader = DataLoader(TensorDataset(*images(20)), 8)
+    callback = RobustEval(WEAK, known_noise=True, inferences=2)
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    trainer = Trainer(accelerator="cpu", callbacks=[callback], **quiet)
+    (logged,) = trainer.test(Module(), loader, verbose=False)
+    known = callback.results[-1].details["known_noise"]
+    assert logged["test/robust/known_noise"] == pytest.approx(known["accuracy"])
+    assert known["accuracy"] == callback.result.known_noise.accuracy < logged["test/robust/pgd"]
 
 
 class Killed(Exception):
