@@ -16,6 +16,7 @@ from lightning_rob.attacks.decorators import Budgeted
 from lightning_rob.attacks.execution import restoring
 from lightning_rob.attacks.gradient import ObjectiveGradient
 from lightning_rob.attacks.members import Best, Strongest
+from lightning_rob.attacks.pgd import PGD
 from lightning_rob.attacks.square import Square
 from lightning_rob.attacks.surrogate import SeenThrough, Slope, SurrogateGradient, by_draw, sources
 from lightning_rob.defenses import Defense
@@ -141,7 +142,7 @@ class Search:
         if self.random and self.defense.kind == "single":
             start, *shares = OF_RANDOM
             opening = int(start * passes)
-            first = Budgeted(views[0], opening)
+            first = self._within(views[0], opening)
         everyone, best = positions(x), Best(x.clone(), x.new_full((len(x),), torch.inf))
         # Where one prediction is no proof, or images belong together, one attack has to do.
         alone, attacks = self.random or self.together, [first]
@@ -171,7 +172,7 @@ class Search:
         free = passes - self.spent - len(winners) * self._judging
         total = sum(share for share, _ in winners)
         count = PassCount(self.defense, x, self.classes)
-        finals = [Budgeted(a, max(int(share / total * free), 1)) for share, a in winners]
+        finals = [self._within(attack, int(share / total * free)) for share, attack in winners]
         finals = [one for one in finals if one.passes >= one.attack.least(count)]
         if alone and finals:
             (final,), before = finals, float(best.right.mean())
@@ -209,12 +210,13 @@ class Search:
         hard: tuple[Slope, ...] = ()
         with restricted_to(self.defense, rows), own_streams(self.seed, x.device):
             self._look_for_noise(x)
-            margin = APGD(
-                self.threat,
-                objective=expected_margin,
-                draws=DRAWS if self.random else None,
-                early_stop=not self.together,
+            margin: Attack = APGD(
+                self.threat, objective=expected_margin, early_stop=not self.together
             )
+            if self.random:
+                # Step sizes that follow a noisy objective shrink too soon; momentum averages draws.
+                step = PGD(self.threat, 1, self.threat.eps, expected_margin, DRAWS)
+                margin = replace(step, momentum=(0.9,))
             base = SurrogateGradient(margin, draws_anew=self.random, together=self.together)
             met, _ = self._observed(base, x)
             for _ in range(2):  # behind what is cut off there may be more
@@ -314,6 +316,13 @@ class Search:
         yield from views
         yield _changed(views[0], objective=expected_ce)
 
+    def _within(self, attack: Any, passes: int) -> Budgeted:
+        """Return the attack within some passes, with steps of PGD that lead across the ball."""
+        if hasattr(attack, "slopes") and self.random:
+            steps = max(passes // (2 * attack.attack.draws * self.networks), 1)
+            attack = _changed(attack, step_size=2.5 * self.threat.eps / steps)
+        return Budgeted(attack, max(passes, 1))
+
     def _noisy(self, view: SurrogateGradient) -> SurrogateGradient:
         return replace(view, noise=NOISE * self.threat.eps, copies=COPIES)
 
@@ -346,7 +355,7 @@ class Search:
             weights = [(c.attack.draws or 1) // DRAWS for c in candidates]  # type: ignore[attr-defined]
         for weight, candidate in zip(weights, candidates, strict=True):
             share = weight * passes // sum(weights)
-            attack, error = Budgeted(candidate, max(share - self._judging, 1)), ""
+            attack, error = self._within(candidate, share - self._judging), ""
             right = self.x.new_ones(len(rows))
             try:
                 _, right = self._tried(attack, rows)
@@ -381,8 +390,9 @@ class Search:
             return [(1.0, Square(self.threat))]
         best = judged[0]
         follows = not getattr(best.attack, "copies", 1)  # a gradient, at the image itself
-        targeted = _changed(best.attack, targets=TARGETS) if follows and self.classes > 3 else None
-        if best.left == 1 and targeted and not self.random:
+        towards = follows and self.classes > 3 and not self.random
+        targeted = _changed(best.attack, targets=TARGETS) if towards else None
+        if best.left == 1 and targeted:
             return [(1.0, targeted)]
         winners = [(1.0, best.attack)]
         joint = min(judged, key=lambda one: float(torch.minimum(one.right, best.right).mean()))
