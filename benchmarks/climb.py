@@ -17,7 +17,7 @@ import time
 
 import torch
 
-from lightning_rob import ARC, PGD, LatticeClimber, OnMember, Strongest, Threat, load
+from lightning_rob import ARC, PGD, Ensemble, LatticeClimber, OnMember, Strongest, Threat, load
 from lightning_rob.attacks.arc import expected_accuracy
 from lightning_rob.data import Digits5k, Images
 from lightning_rob.metrics import student
@@ -57,6 +57,7 @@ def main():
     parser.add_argument("--data", choices=["digits", "cifar10"], default="digits")
     parser.add_argument("--root", default="cifar10", help="folder of CIFAR-10 as images")
     parser.add_argument("--images", type=int, default=200)
+    parser.add_argument("--equal", action="store_true", help="make the members equally probable")
     options = parser.parse_args()
     digits = options.data == "digits"
     data = Digits5k() if digits else Images(options.root, resize=32, crop=32)
@@ -73,6 +74,8 @@ def main():
         else:
             threat = Threat("l2", "128/255") if "l2" in path else Threat("linf", "8/255")
         defense = load(path)
+        if options.equal:
+            defense = Ensemble(defense.members)
         passes, rows = counted(defense.members), {"clean": (x, 0, 0.0)}
         for name, attack in attacks(threat).items():
             passes[0], begin = 0, time.process_time()
