@@ -245,10 +245,8 @@ def main():
             print(f"\n{name}, {of}, {threat}, clean {percent_right(defense, x, y)} %", flush=True)
             for passes in options.passes:
                 each = passes * len(defense.weights)
-                auto = Auto(threat, each)
-                if defense.transductive:
-                    auto = auto.schedule(defense)
-                for title, attack in (candidates(threat, each) | {"Auto": auto}).items():
+                auto = Auto(threat, each).schedule(defense)  # no search
+                for title, attack in (candidates(threat, each) | {"schedule": auto}).items():
                     if any(fnmatch(title, chosen) for chosen in options.only):
                         report(title, passes, attack, defense, x, y)
 

@@ -348,7 +348,7 @@ class DefensiveQuantization(Broken):
 class HashNoise(Broken):
     """Add noise that a hash of the image seeds: each image has noise of its own."""
 
-    paper = "a folk defense"
+    paper = "no paper"
 
     def __init__(self):
         super().__init__()
