@@ -71,9 +71,10 @@ class Auto(Attack):
     gradients averaged over noisy copies (successive halving). The winners attack all images that
     stand. On a network that hides nothing most passes go to runs towards classes.
 
-    With fewer than 400 passes for each network, and on transformation ensembles, only the attacks
-    for the kind run. A search compares candidates on some images, so that the result of an image
-    depends on its batch; `find` returns what was found, as an attack that does not.
+    With fewer than 400 passes for each network, on transformation ensembles and on defenses that
+    draw their classifiers, as random transforms, only the attacks for the kind run. A search
+    compares candidates on some images, so that the result of an image depends on its batch; `find`
+    returns what was found, as an attack that does not.
 
     Args:
         threat: linf or l2, in pixel units.
@@ -105,7 +106,7 @@ class Auto(Attack):
         count = PassCount(defense, x)
         classes, kind = count.classes, suite_kind(defense)
         passes = max(self.passes - count.asked, 1)
-        if kind == "transformed" or passes < SEARCH_FROM * count.networks:
+        if kind in ("transformed", "random") or passes < SEARCH_FROM * count.networks:
             whole = replace(self, passes=passes).schedule(defense, classes)
             return self._noted(AutoResult(whole.perturb(defense, x, y, generator), whole))
         # The climb and ARC drop images, which labels behind which a defense rejects do not allow.
@@ -116,7 +117,7 @@ class Auto(Attack):
         else:
             opening = int(OPENING_FOR_KIND * passes)
             first = replace(self, passes=opening).schedule(defense, classes)
-        search = Search(self.threat, defense, x, y, generator, classes, kind == "random")
+        search = Search(self.threat, defense, x, y, generator, classes)
         return self._noted(search.run(first, opening, passes))
 
     def _noted(self, found: AutoResult) -> Tensor:

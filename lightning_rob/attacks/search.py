@@ -111,7 +111,6 @@ class Search:
     Args:
         defense: the defense inside `attacking`.
         classes: their number.
-        draws_anew: whether no prediction of the defense is a proof.
     """
 
     def __init__(
@@ -122,14 +121,13 @@ class Search:
         y: Tensor,
         generator: Generator,
         classes: int,
-        draws_anew: bool,
     ) -> None:
         self.threat, self.defense, self.classes = threat, defense, classes
         self.x, self.y, self.generator = x, y, generator
         # Noise of its own, so that the attack that is found draws the same when it runs alone.
         self.seed = int(torch.randint(2**62, ())) if generator is None else seed_of(generator)
         self.networks = len(defense.weights)
-        self.random, self.together = draws_anew, False
+        self.random, self.together = False, False
         self.findings: list[str] = []
         self.trail: list[Trial] = []
         self.spent = 0  # passes of an image, at most
@@ -248,8 +246,8 @@ class Search:
     def _look_for_noise(self, x: Tensor) -> None:
         """Find out whether equal noise gives equal logits, and whether another batch does."""
         logits, half = self._logits(x), positions(x)[: len(x) // 2]
-        if self.random or not torch.equal(logits, self._logits(x)):
-            self.random = True
+        self.random = not torch.equal(logits, self._logits(x))
+        if self.random:
             self.findings.append("noise of its own")
         elif len(half):
             with restricted_to(self.defense, half):
