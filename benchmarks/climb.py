@@ -6,10 +6,11 @@
     python benchmarks/climb.py logs/dverge/version_*/checkpoints/last.ckpt
     python benchmarks/climb.py benchmarks/papers/checkpoints/*linf.ckpt --data cifar10
 
-Attacks the first digits within linf 0.1, photographs of all classes within the paper's radii, and
-prints a Markdown table for each checkpoint: expected accuracy, the paired difference to the climb
-with its 95 % t interval over images, passes and CPU seconds. Of several checkpoints, trainings of
-one recipe, a last table has the means with 95 % t intervals over the trainings.
+Attacks the first digits within linf 0.1, those of MNIST within linf 0.2 or, where the path has
+"l2", l2 2.0, and photographs of all classes within the paper's radii. Prints a Markdown table for
+each checkpoint: expected accuracy, the paired difference to the climb with its 95 % t interval over
+images, passes and CPU seconds. Of several checkpoints, trainings of one recipe, a last table has
+the means with 95 % t intervals over the trainings.
 """
 
 import argparse
@@ -19,8 +20,14 @@ import torch
 
 from lightning_rob import ARC, PGD, Ensemble, LatticeClimber, OnMember, Strongest, Threat, load
 from lightning_rob.attacks.arc import expected_accuracy
-from lightning_rob.data import Digits5k, Images
+from lightning_rob.data import MNIST, Digits5k, Images
 from lightning_rob.metrics import student
+
+RADII = {
+    "digits": {"linf": 0.1},
+    "mnist": {"linf": 0.2, "l2": 2.0},
+    "cifar10": {"linf": "8/255", "l2": "128/255"},
+}
 
 
 def attacks(threat):
@@ -54,25 +61,26 @@ def counted(nets):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("checkpoints", nargs="+")
-    parser.add_argument("--data", choices=["digits", "cifar10"], default="digits")
-    parser.add_argument("--root", default="cifar10", help="folder of CIFAR-10 as images")
+    parser.add_argument("--data", choices=["digits", "mnist", "cifar10"], default="digits")
+    parser.add_argument("--root", default="cifar10", help="folder of CIFAR-10 or MNIST")
     parser.add_argument("--images", type=int, default=200)
     parser.add_argument("--equal", action="store_true", help="make the members equally probable")
     options = parser.parse_args()
-    digits = options.data == "digits"
-    data = Digits5k() if digits else Images(options.root, resize=32, crop=32)
+    photographs = options.data == "cifar10"
+    if photographs:
+        data = Images(options.root, resize=32, crop=32)
+    else:
+        data = Digits5k() if options.data == "digits" else MNIST(options.root)
     data.prepare_data()
     data.setup("test")
     samples = data.parts["test"]
-    every = 1 if digits else len(samples) // options.images  # files are sorted by class
+    every = len(samples) // options.images if photographs else 1  # files are sorted by class
     chosen = [samples[every * i] for i in range(options.images)]
     x, y = torch.stack([one[0] for one in chosen]), torch.tensor([one[1] for one in chosen])
     trainings = []
     for path in options.checkpoints:
-        if digits:
-            threat = Threat("linf", 0.1)
-        else:
-            threat = Threat("l2", "128/255") if "l2" in path else Threat("linf", "8/255")
+        norm = "l2" if "l2" in path else "linf"
+        threat = Threat(norm, RADII[options.data][norm])
         defense = load(path)
         if options.equal:
             defense = Ensemble(defense.members)
