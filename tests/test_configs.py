@@ -320,7 +320,7 @@ IN_L2 = {  # plug-in -> the lengths of its attacks at l2 128/255, in 255ths
     "pgd": [32],
     "pgd_one_member": [32],
     "pgd_random_member": [32],
-    "rec_all": [16, *[32] * 12, 128, 128],
+    "rec_all": [32] * 8,
     "rec_suite": [32] * 4,
 }
 

@@ -16,7 +16,7 @@ DIFFS = dict(re.findall(r"^## An? (.*?)$.*?^```diff\n(.*?)^```$", PAGE, re.M | r
 CONTRACTS = [
     f"tests/{kind}/test_contract.py" for kind in ("attacks", "defenses", "transforms", "modules")
 ]
-ENTRIES = "fgsm or every_attack or smoothing or Contrast or every_class or ALP"
+ENTRIES = "fgsm or every_attack or noisy or Contrast or every_class or ALP"
 
 
 def apply(diff, folder):

@@ -19,7 +19,7 @@ from lightning_rob.attacks.members import Best, Strongest
 from lightning_rob.attacks.pgd import PGD
 from lightning_rob.attacks.square import Square
 from lightning_rob.attacks.surrogate import SeenThrough, Slope, SurrogateGradient, by_draw, sources
-from lightning_rob.defenses import Defense
+from lightning_rob.defenses import Defense, Single
 from lightning_rob.defenses.per_image import restricted_to
 from lightning_rob.objectives import (
     expected_ce,
@@ -137,7 +137,7 @@ class Search:
         x, restore = self.x, restoring(self.generator)
         views = self._views(positions(x)[:PROBED])
         shares: list[float] = [*SHARES]
-        if self.random and self.defense.kind == "single":
+        if self.random and isinstance(self.defense, Single):
             start, *shares = OF_RANDOM
             opening = int(start * passes)
             first = self._within(views[0], opening)

@@ -39,7 +39,6 @@ commands:
 {commands}
 
 A run is described by recipes and by callbacks that are plugged in:
-  lightning-rob fit --config demo
   lightning-rob fit --config demo --trainer.callbacks+=arc
   lightning-rob test last.ckpt --trainer.callbacks+=rec_suite
 

@@ -101,8 +101,7 @@ def test_plug_in_counts_and_draws_at_test_only(tmp_path):
     record = checked((folder / "gallery.jsonl").read_text())
     assert record["n"] == 300
     assert record["stage"] == "test"
-    strong = record["strong"]["init_args"]["attacks"]
-    assert {part["class_path"] for part in strong} == {"lightning_rob.ARC"}
+    assert record["strong"]["class_path"] == "lightning_rob.LatticeClimber"
     assert 300 >= record["left"] >= record["fooled"] > 0
     with Image.open(folder / "gallery.png") as picture:
         assert min(picture.size) > 400
