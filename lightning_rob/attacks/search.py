@@ -1,6 +1,6 @@
 """Search for the attack that a defense calls for: what to climb, and through which slopes."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -146,7 +146,7 @@ class Search:
         alone, attacks = self.random or self.together, [first]
         try:
             if alone:
-                best.x_adv, best.right = self._tried(first, everyone)
+                best.x_adv, best.right = self._alone(first, restore)
             else:
                 best.improve(first, 0, self.defense, x, self.y, self.generator)
         except NoGradientError:  # a surrogate may have one
@@ -174,10 +174,7 @@ class Search:
         finals = [one for one in finals if one.passes >= one.attack.least(count)]
         if alone and finals:
             (final,), before = finals, float(best.right.mean())
-            restore()  # as when it runs alone
-            with own_streams(self.seed, x.device):
-                x_adv = final.perturb(self.defense, x, self.y, self.generator)
-            right = self._right(x_adv, everyone)
+            x_adv, right = self._alone(final, restore)
             self._note("winner", final, right, final.passes)
             if float(right.mean()) <= before or not attacks:
                 return self._found(x_adv, final)
@@ -364,6 +361,13 @@ class Search:
                 error = f"{type(problem).__name__}: {problem}"
             self._note(turn, attack, right, share, error)
         return judged
+
+    def _alone(self, attack: Attack, restore: Callable[[], object]) -> tuple[Tensor, Tensor]:
+        """Attack all images as the attack does when it runs by itself; as `_tried`."""
+        restore()
+        with own_streams(self.seed, self.x.device):
+            x_adv = attack.perturb(self.defense, self.x, self.y, self.generator)
+        return x_adv, self._right(x_adv, positions(x_adv))
 
     def _tried(self, attack: Attack, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return images [b, …] of an attack, and the probability [b] of a right prediction."""

@@ -101,7 +101,8 @@ def _run(command: str, *args: str) -> None:
 
     try:
         if _reads_records(command):
-            function_of(command)(parse_records(command, args))
+            config = parse_records(command, args)  # before the function is imported, and torch
+            function_of(command)(config)
         else:
             _compute(read_command_line(command, *args))
     except (InputError, ValueError, OSError, ModuleNotFoundError, yaml.YAMLError, Fault) as error:
