@@ -5,9 +5,9 @@ from lightning_rob.evaluation.corruptions import common_corruptions, corruption_
 from lightning_rob.evaluation.evaluate import evaluate
 from lightning_rob.evaluation.evaluator import EvaluationSettings, Evaluator
 from lightning_rob.evaluation.groups import GROUP_SIZE, canonical_groups, group_loader, serves_once
-from lightning_rob.evaluation.optimal_sampling import OptimalSampling, optimal_sampling
 from lightning_rob.evaluation.protocol import AttackerDefenderSession, RoundProtocol
 from lightning_rob.evaluation.results import EvaluationResult
+from lightning_rob.evaluation.sampling import OptimalSampling, optimal_sampling
 from lightning_rob.evaluation.worst import Worst, is_random, worst_case
 
 __all__ = [

@@ -16,7 +16,7 @@ from lightning_rob.data.base import labelled_images
 from lightning_rob.defenses import Defense, Ensemble, Single
 from lightning_rob.defenses.ensemble import sampling_probabilities
 from lightning_rob.defenses.network import network_logits
-from lightning_rob.evaluation.optimal_sampling import optimal_sampling
+from lightning_rob.evaluation.sampling import optimal_sampling
 from lightning_rob.modules.base import RobustModule
 from lightning_rob.modules.joint import new_members
 from lightning_rob.objectives import classification_loss
