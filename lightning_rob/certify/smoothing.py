@@ -97,7 +97,10 @@ def smoothed_by(defense: Defense, sigma: float | None) -> Smoothing:
     """Return a defense smoothed by sigma, or one that is smoothed already; else ValueError."""
     if not is_smoothing(defense):
         if sigma is None:
-            raise ValueError(f"say how {type(defense).__name__} is smoothed: sigma=0.25")
+            raise ValueError(
+                "the model is not smoothed: give the standard deviation of the noise, such as "
+                "sigma=0.25 (--sigma 0.25)"
+            )
         return Smoothing(defense, sigma).to(device_of(defense))
     if sigma not in (None, defense.sigma):
         raise ValueError(f"the model is smoothed by {defense.sigma:g} already, got sigma {sigma:g}")

@@ -114,7 +114,10 @@ def evaluate(
     """
     defense = as_defense(model, preprocess)
     if isinstance(attacks, str) != (eps is not None):
-        raise ValueError(f"eps is the radius of attacks given by one word, got {attacks!r}, {eps}")
+        raise ValueError(
+            f"attacks given by one word need eps, such as eps=8/255, and a mapping has none: "
+            f"got {attacks!r} and eps {eps}"
+        )
     if isinstance(attacks, str):
         attacks = attacks_by_name(attacks, defense, Threat(norm, eps or 0.0))
     check_names(attacks)

@@ -180,7 +180,7 @@ def undecided(logits, weights):
 @pytest.mark.parametrize(
     ("model", "options", "kind", "message"),
     [
-        (NET, {}, ValueError, "say how Single is smoothed: sigma=0.25"),
+        (NET, {}, ValueError, "the model is not smoothed: give the standard deviation"),
         (NET, {"sigma": 0.0}, ValueError, "sigma must be a positive deviation"),
         (NET, {"sigma": 0.1, "failure": 1.0}, ValueError, r"failure must be a probability in \(0"),
         (NET, {"sigma": 0.1, "draws": 0}, ValueError, "draws must be at least 1, got 0"),

@@ -121,8 +121,8 @@ def test_one_word_for_attacks():
     assert auto.names == ["clean", "auto"]
     for attacks, eps, message in (
         ("pdg", 0.1, "attacks must be pgd, autoattack, auto, suite or a mapping, got 'pdg'"),
-        ("pgd", None, "eps is the radius of attacks given by one word, got 'pgd', None"),
-        (named, 0.1, "eps is the radius of attacks given by one word"),
+        ("pgd", None, "attacks given by one word need eps, such as eps=8/255"),
+        (named, 0.1, "attacks given by one word need eps"),
     ):
         with pytest.raises(ValueError, match=message):
             evaluate(net(), attacks, images, eps=eps)
