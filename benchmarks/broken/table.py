@@ -23,24 +23,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from broken.later import HONEST, LATER
 from broken.parts import EPS, THREAT, digits, left
 from broken.tramer import TRAMER
+from climb import counted
 
 from lightning_rob import Auto, AutoAttack
 from lightning_rob.commands.attack import trail
 
 CASES = {case.__name__: case for case in (*TRAMER, *LATER, *HONEST)}
-
-
-def counted(net):
-    """Count the images of forward and backward passes through a module."""
-    passes = [0]
-
-    def forward(module, inputs, logits):
-        passes[0] += len(logits)
-        if logits.requires_grad:
-            logits.register_hook(lambda g: passes.__setitem__(0, passes[0] + len(g)))
-
-    net.register_forward_hook(forward)
-    return passes
 
 
 def weak(net, x, y, passes):
@@ -88,7 +76,7 @@ def main():
     print("|---|--:|" + "--:|--:|" * len(options.attacks), flush=True)
     for name in options.only:
         net = CASES[name]().load()
-        passes = counted(net)
+        passes = counted([net])
         torch.manual_seed(1)
         clean = (net(x).argmax(1) == y).float().mean()
         cells, net.trail = [name, f"{100 * clean:.1f}"], ""

@@ -77,6 +77,7 @@ class CertifyConfig(CommandConfig):
 def run(config: CertifyConfig, run: "Run") -> bool:
     """Certify and attack the smoothed defense; return whether an attack contradicts a radius."""
     from lightning_rob.attacks import PGD
+    from lightning_rob.attacks.auto import step_across
     from lightning_rob.callbacks import CertifiedEval
     from lightning_rob.callbacks.measurement import Measurement, measure
     from lightning_rob.certify.smoothing import smoothed_by
@@ -99,7 +100,7 @@ def run(config: CertifyConfig, run: "Run") -> bool:
         f"pgd_{radius:g}": PGD(
             Threat("l2", radius),
             config.steps,
-            max(radius / 4, 2.5 * radius / config.steps),
+            step_across(radius, config.steps, 4),
             draws=DRAWS,
             random_start=False,
         )

@@ -8,18 +8,12 @@ from PIL import Image
 
 from lightning_rob.commands.certify import CertifyConfig
 from lightning_rob.evaluation.result_file import read_result_file
+from tests.commands.test_audit import fit
 from tests.schema import checked
 from tests.tiny import recipe, run, same_weights, weights
 
 CKPT = "run/version_0/checkpoints/last.ckpt"
 SMALL = ["--draws", "100", "--images", "8", "--steps", "2"]
-
-
-def fit(folder, *callbacks):
-    checkpoint = {"class_path": "ModelCheckpoint", "init_args": {"save_last": True}}
-    options = {"trainer__callbacks+": [checkpoint, *callbacks], "model__init_args__monitor": None}
-    run("fit", "--config", recipe(folder, **options))
-    return folder / CKPT
 
 
 @pytest.fixture(scope="module")
