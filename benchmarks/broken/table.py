@@ -92,4 +92,5 @@ def main():
             print(net.trail, flush=True)
 
 
-main()
+if __name__ == "__main__":
+    main()
