@@ -251,33 +251,9 @@ class Evaluator:
             if name in outcomes:
                 continue
             began = time.perf_counter()
-            total = torch.zeros(len(x), settings.columns, device=x.device)
-            rejected = torch.zeros_like(total)
-            with watching(len(x), x.device) as sight:
-                for repeat in range(settings.repeats):
-                    session = self._session(name, repeat)
-                    try:
-                        x_adv, found = session.step(x, y, index, settings.inferences)
-                    except Exception as error:
-                        error.add_note(f"under the attack {name!r}")  # of several: which one
-                        raise
-                    right, share = self._shares(found, y)
-                    # An attack succeeds where the defense accepts and is wrong.
-                    total, rejected = total + right + share, rejected + share
-            if sight.recovered:
-                self.recovered.add(name)
-            if not self.joint:
-                self._check(name, x_adv, y, index)
-            self.attacked(AttackedBatch(name, index, x, y, x_adv, clean[0], found[0]))
+            outcomes[name] = self._under(name, attack, x, y, index, clean[0])
             seconds = time.perf_counter() - began
             self.seconds[name] += seconds
-            outcomes[name] = BatchOutcome(
-                total / settings.repeats,
-                predicted_class(found[0], self.defense.rejects),
-                attack.threat.distance(x_adv, x),
-                rejected / settings.repeats,
-                sight.blind.nan_to_num(-1.0),
-            )
             if keep:
                 self.store.log_outcome(x, y, index, name, outcomes[name], seconds)
         if settings.known_noise and KNOWN not in outcomes and self._draws:
@@ -293,6 +269,37 @@ class Evaluator:
                 rows = _spread(x, self.to_test)
                 self.to_test -= len(rows)
                 self._test(x[rows], y[rows], index[rows])
+
+    def _under(
+        self, name: str, attack: Attack, x: Tensor, y: Tensor, index: Tensor, before: Tensor
+    ) -> BatchOutcome:
+        """Score a batch under an attack; `before` [B, K] are the predictions on clean images."""
+        repeats = self.settings.repeats
+        total = torch.zeros(len(x), self.settings.columns, device=x.device)
+        rejected = torch.zeros_like(total)
+        with watching(len(x), x.device) as sight:
+            for repeat in range(repeats):
+                session = self._session(name, repeat)
+                try:
+                    x_adv, found = session.step(x, y, index, self.settings.inferences)
+                except Exception as error:
+                    error.add_note(f"under the attack {name!r}")  # of several: which one
+                    raise
+                right, share = self._shares(found, y)
+                # An attack succeeds where the defense accepts and is wrong.
+                total, rejected = total + right + share, rejected + share
+        if sight.recovered:
+            self.recovered.add(name)
+        if not self.joint:
+            self._check(name, x_adv, y, index)
+        self.attacked(AttackedBatch(name, index, x, y, x_adv, before, found[0]))
+        return BatchOutcome(
+            total / repeats,
+            predicted_class(found[0], self.defense.rejects),
+            attack.threat.distance(x_adv, x),
+            rejected / repeats,
+            sight.blind.nan_to_num(-1.0),
+        )
 
     def _test(self, x: Tensor, y: Tensor, index: Tensor) -> None:
         """Test the power of the attacks on some images."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_rob.attacks import Attack
 from lightning_rob.attacks.contexts import evaluating
-from lightning_rob.defenses import Ensemble
+from lightning_rob.defenses import Defense, Ensemble
 from lightning_rob.defenses.network import network_logits
 from lightning_rob.evaluation.evaluate import indexed_groups
 from lightning_rob.evaluation.evaluator import EvaluationSettings, device_of
@@ -42,7 +42,7 @@ class OptimalSampling:
 
 
 def optimal_sampling(
-    ensemble: Ensemble,
+    ensemble: Defense,
     attack: Attack,
     batches: Iterable[Any],
     *,
@@ -61,7 +61,7 @@ def optimal_sampling(
     and its value bounds what other probabilities could keep.
 
     Args:
-        ensemble: M members, of which one is drawn.
+        ensemble: an `Ensemble` of M members, of which one is drawn.
         attack: the strongest attack at hand, such as `LatticeClimber`.
         batches: (x, y) or (x, y, index), as for `evaluate`; all are kept in memory. Images that
             will not judge the ensemble, such as validation images.

@@ -249,7 +249,9 @@ class BARRE(SequentialTraining):
             max_images=self.search_images,
         )
         share = members / len(self.members)  # of the members that are there
-        self._set_probabilities(torch.cat([found.probs.float() * share, self.probs[members:]]))
+        probs = torch.cat([found.probs.float() * share, self.probs[members:]])
+        # Each process has searched, with BatchNorm statistics of its own.
+        self._set_probabilities(self.trainer.strategy.broadcast(probs))
 
     def _start_from_the_one_before(self) -> None:
         self.members[self.stage].load_state_dict(self.members[self.stage - 1].state_dict())

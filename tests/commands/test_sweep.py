@@ -192,6 +192,9 @@ def test_optimal_probabilities_are_found_on_validation_images(trained, loaded, t
     probs = ", ".join(f"{p:.3g}" for p in optimal.probs)
     assert f"under apgd, 32 validation images: {probs} keep {optimal.accuracy:.1%}" in printed
     assert f"optimal: {probs}" in (tmp_path / "sweep.md").read_text()
+    with pytest.raises(SystemExit):
+        sweep(trained, tmp_path / "none", "probability", "optimal", "--best", "clean")
+    assert "optimal probabilities need --best of apgd, arc, got clean" in capsys.readouterr().err
     best = Ensemble(loaded[0].classifiers, optimal.probs)
     found = accuracies(records)["apgd", round(float(optimal.probs[0]), 6)]
     assert found == pytest.approx(by_hand(APGD, best, *loaded[1:]).mean().item(), abs=1e-6)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback
 
-from lightning_rob.attacks import Attack
+from lightning_rob.attacks import Attack, Strongest
 from lightning_rob.attacks.nested import init_fields, map_attacks, walk
 from lightning_rob.callbacks import RobustEval
 from lightning_rob.callbacks.measurement import Measurement, measure
@@ -182,14 +182,19 @@ def measurement_plan(config: SweepConfig, callbacks: Sequence[RobustEval], run: 
 def _optimal(config: SweepConfig, callbacks: Sequence[RobustEval], run: Run) -> Value:
     """Return the probabilities that keep the highest accuracy on validation images."""
     sources = {n: c for c in callbacks if c.target is full_defense for n in c.attacks}
-    name = config.best if config.best in sources else next(iter(sources), None)
-    if name is None:
+    if not sources:
         raise ValueError("optimal probabilities need an attack on the full defense")
-    source, defense = sources[name], run.defense
+    name = config.best or next(iter(sources))
+    source, defense = sources.get(name, next(iter(sources.values()))), run.defense
+    attacks = {n: c.attacks[n] for n, c in sources.items()}
+    if name == WORST:
+        attacks[WORST] = Strongest(tuple(attacks.values()))
+    if name not in attacks:  # clean images, or an attack on a part of the defense
+        raise ValueError(f"optimal probabilities need --best of {', '.join(attacks)}, got {name}")
     run.data.setup("fit")
     found = optimal_sampling(
-        with_members(defense, len(defense.weights)),
-        source.attacks[name],
+        defense,
+        attacks[name],
         run.data.val_dataloader(),
         seed=source.settings.seed,
         max_images=source.settings.max_images,
