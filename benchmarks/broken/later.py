@@ -17,7 +17,6 @@ class CrossMax(Broken):
 
     def __init__(self):
         super().__init__()
-        self.net = cnn()
         shapes = ((16, 7), (32, 7), (32, 7))
         self.probes = nn.ModuleList(nn.Linear(c * s * s, 10) for c, s in shapes)
 
@@ -50,13 +49,6 @@ class AntiAdversary(Broken):
 
     paper = "Alfarra et al. 2022"
 
-    def __init__(self):
-        super().__init__()
-        self.net = cnn()
-
-    def fit(self):
-        fit(self.net)
-
     def added(self, x):
         z, own = x.detach(), self.net(x).argmax(1)
         for _ in range(2):
@@ -79,13 +71,6 @@ class Hedge(Broken):
 
     paper = "Wu et al. 2021"
     weak_is = "PGD-20 on the network"
-
-    def __init__(self):
-        super().__init__()
-        self.net = cnn()
-
-    def fit(self):
-        fit(self.net)
 
     def moved(self, x):
         start = x.detach()
@@ -129,7 +114,6 @@ class Denoiser(Broken):
 
     def __init__(self):
         super().__init__()
-        self.net = cnn()
         first, last = nn.Conv2d(1, 16, 5, padding=2), nn.Conv2d(16, 1, 5, padding=2)
         self.denoise = nn.Sequential(
             first, nn.ReLU(), nn.Conv2d(16, 16, 5, padding=2), nn.ReLU(), last
@@ -167,13 +151,6 @@ class BatchStatistics(Broken):
     weak_is = "PGD-20 on the network without adaptation"
     together = True
 
-    def __init__(self):
-        super().__init__()
-        self.net = cnn()
-
-    def fit(self):
-        fit(self.net)
-
     def forward(self, x):
         norms = [part for part in self.modules() if isinstance(part, nn.BatchNorm2d)]
         for part in norms:
@@ -205,13 +182,6 @@ class Sawtooth(Broken):
     weak_is = "Square, 500 queries"
     period = 4.0
 
-    def __init__(self):
-        super().__init__()
-        self.net = cnn()
-
-    def fit(self):
-        fit(self.net)
-
     def forward(self, x):
         logits = self.net(x)
         top = logits.topk(2, 1)
@@ -233,10 +203,6 @@ class ResizePad(Broken):
 
     paper = "Xie et al. 2018"
     random = True
-
-    def __init__(self):
-        super().__init__()
-        self.net = cnn()
 
     def changed(self, x):
         size = int(torch.randint(22, 33, ()))
@@ -286,11 +252,7 @@ class ActivationPruning(Broken):
     random = True
 
     def __init__(self):
-        super().__init__()
-        self.net = cnn(act=Pruned)
-
-    def fit(self):
-        fit(self.net)
+        super().__init__(cnn(act=Pruned))
 
     def forward(self, x):
         return self.net(x)
@@ -317,11 +279,7 @@ class DefensiveQuantization(Broken):
     weak_is = "Square, 500 queries"
 
     def __init__(self):
-        super().__init__()
-        self.net = cnn(act=Coarse)
-
-    def fit(self):
-        fit(self.net)
+        super().__init__(cnn(act=Coarse))
 
     def forward(self, x):
         return self.net((x * 7).round() / 7)
@@ -350,10 +308,6 @@ class HashNoise(Broken):
 
     paper = "no paper"
 
-    def __init__(self):
-        super().__init__()
-        self.net = cnn()
-
     def fit(self):
         fit(self.net, change=lambda x, y: x + 0.3 * torch.randn_like(x), epochs=6)
 
@@ -376,10 +330,6 @@ class Honest(Broken):
 
     paper = "Madry et al. 2018"
 
-    def __init__(self):
-        super().__init__()
-        self.net = cnn()
-
     def fit(self):
         fit(self.net, change=adversarial(self.net), epochs=4)
 
@@ -398,8 +348,7 @@ class HonestWide(Honest):
     """Train a wider network adversarially on a larger ball."""
 
     def __init__(self):
-        super().__init__()
-        self.net = cnn(act=nn.SiLU)
+        super().__init__(cnn(act=nn.SiLU))
 
     def fit(self):
         fit(self.net, change=adversarial(self.net, 0.2, 4), epochs=5)
@@ -410,10 +359,6 @@ class HonestSmoothed(Broken):
 
     paper = "Salman et al. 2019"
     random = True
-
-    def __init__(self):
-        super().__init__()
-        self.net = cnn()
 
     def fit(self):
         noisy = adversarial(self.net, EPS, 4)

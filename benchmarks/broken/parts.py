@@ -136,8 +136,13 @@ class Broken(nn.Module):
     paper = ""
     weak_is = "PGD-20"
 
+    def __init__(self, net=None):
+        super().__init__()
+        self.net = cnn() if net is None else net
+
     def fit(self):
         """Train all parts."""
+        fit(self.net)
 
     def load(self):
         """Take the weights from the cache, or train."""

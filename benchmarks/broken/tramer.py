@@ -39,11 +39,7 @@ class KWTA(Broken):
     paper = "Xiao et al. 2020"
 
     def __init__(self):
-        super().__init__()
-        self.net = cnn(act=lambda: Winners(0.1))
-
-    def fit(self):
-        fit(self.net)
+        super().__init__(cnn(act=lambda: Winners(0.1)))
 
     def forward(self, x):
         return self.net(x)
@@ -63,7 +59,6 @@ class Odds(Broken):
 
     def __init__(self):
         super().__init__()
-        self.net = cnn()
         self.register_buffer("noise", torch.zeros(8, 1, 28, 28))
         self.register_buffer("mean", torch.zeros(10, 10))
         self.register_buffer("spread", torch.ones(10, 10))
@@ -134,7 +129,7 @@ class Generative(Broken):
     rejects = 10
 
     def __init__(self):
-        super().__init__()
+        super().__init__(nn.Identity())
         inputs = nn.Linear(794, 200)
         self.encoder = nn.Sequential(inputs, nn.ReLU(), nn.Linear(200, 32))
         self.decoder = nn.Sequential(nn.Linear(26, 200), nn.ReLU(), nn.Linear(200, 784))
@@ -193,7 +188,6 @@ class SparseFourier(Broken):
 
     def __init__(self):
         super().__init__()
-        self.net = cnn()
         k, n = np.mgrid[:28, :28]
         basis = np.cos(math.pi / 28 * (n + 0.5) * k) * math.sqrt(2 / 28)
         basis[0] /= math.sqrt(2)
@@ -227,8 +221,7 @@ class MaxMahalanobis(Broken):
     paper = "Pang et al. 2020a"
 
     def __init__(self):
-        super().__init__()
-        self.net = cnn(outputs=32)
+        super().__init__(cnn(outputs=32))
         centers = torch.eye(10) - 0.1
         self.register_buffer(
             "centers", nn.functional.pad(10 * centers / centers.norm(dim=1), (0, 22))
@@ -256,7 +249,7 @@ class OutputCodes(Broken):
     paper = "Verma and Swami 2019"
 
     def __init__(self):
-        super().__init__()
+        super().__init__(nn.Identity())
         self.nets = nn.ModuleList(cnn(outputs=4, width=8) for _ in range(4))
         generator = torch.Generator().manual_seed(0)
         self.register_buffer("codes", torch.randint(0, 2, (10, 16), generator=generator) * 2.0 - 1)
@@ -290,7 +283,7 @@ class Diversity(Broken):
     weak_is = "PGD-10 of small steps"
 
     def __init__(self):
-        super().__init__()
+        super().__init__(nn.Identity())
         self.nets = nn.ModuleList(cnn(width=8) for _ in range(3))
 
     def probs(self, x):
@@ -353,7 +346,7 @@ class EMPIR(Broken):
     weak_is = "PGD-20 on the mean probability"
 
     def __init__(self):
-        super().__init__()
+        super().__init__(nn.Identity())
         self.full = cnn(width=8)
         self.low = nn.ModuleList([cnn(act=lambda: Levels(15)), cnn(act=lambda: Levels(3))])
 
@@ -399,10 +392,6 @@ class Consistency(Broken):
     weak_is = "PGD-20 on the network"
     rejects = 10
 
-    def __init__(self):
-        super().__init__()
-        self.net = cnn()
-
     def part(self, x):
         return torch.cat([x[..., :13, :], torch.zeros_like(x[..., 13:, :])], 2)
 
@@ -440,7 +429,6 @@ class MixupInference(Broken):
 
     def __init__(self):
         super().__init__()
-        self.net = cnn()
         self.register_buffer("pool", torch.zeros(10, 20, 1, 28, 28))
 
     def fit(self):
@@ -476,10 +464,6 @@ class MENet(Broken):
     weak_is = "PGD-20 on the network"
     random = True
 
-    def __init__(self):
-        super().__init__()
-        self.net = cnn()
-
     @torch.no_grad()
     def completed(self, x, mask=None):
         mask = (torch.rand_like(x) < 0.5).float() if mask is None else mask
@@ -510,7 +494,7 @@ class Asymmetric(Broken):
 
     def __init__(self):
         super().__init__()
-        self.net, self.detectors = cnn(), cnn()
+        self.detectors = cnn()
         self.register_buffer("least", torch.zeros(()))
 
     def fit(self):
@@ -574,7 +558,6 @@ class Weakness(Broken):
 
     def __init__(self):
         super().__init__()
-        self.net = cnn()
         self.register_buffer("noise", torch.zeros(8, 1, 28, 28))
         self.register_buffer("most", torch.zeros(2))
 
