@@ -19,7 +19,7 @@ import time
 import torch
 from torch import nn
 
-from lightning_rob.attacks import PGD, AutoAttack
+from lightning_rob.attacks import PGD, Auto, AutoAttack
 from lightning_rob.data import Digits5k, Patches10
 from lightning_rob.defenses import Single
 from lightning_rob.nets import SmallCNN
@@ -27,6 +27,7 @@ from lightning_rob.objectives import classification_loss
 from lightning_rob.threat import Threat
 
 SEED = 0
+PASSES = 2800  # of Auto: half of those that AutoAttack takes on robust networks
 DATA = {"Digits5k": (Digits5k, 1), "Patches10": (Patches10, 3)}  # name -> images, channels
 
 
@@ -85,6 +86,12 @@ def own(counted, threat, **options):
     return lambda x, y: attack(defense, x, y, torch.Generator().manual_seed(SEED))
 
 
+def auto(counted, threat):
+    """Auto with about half of the passes of AutoAttack."""
+    attack, defense = Auto(threat, PASSES), CountedSingle(counted)
+    return lambda x, y: attack(defense, x, y, torch.Generator().manual_seed(SEED))
+
+
 def adapter(counted, threat):
     return own(counted, threat, reference=True)
 
@@ -108,6 +115,7 @@ PACKAGES = {  # row -> package, and how its attack is built
     "pyautoattack": ("pyautoattack", pyautoattack),
     "`reference=True`": ("pyautoattack", adapter),
     "`AutoAttack`": ("lightning_rob", own),
+    "`Auto`": ("lightning_rob", auto),
     "torchattacks": ("torchattacks", torchattacks),
 }
 

@@ -1,7 +1,9 @@
 """Digits, training, and the ascent of the hand-written attacks on broken defenses."""
 
 import os
+from contextlib import contextmanager
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -133,6 +135,8 @@ class Broken(nn.Module):
     rejects = None  # index of the class of rejection
     random = False
     together = False  # whether predictions depend on the batch
+    view = "own"  # which slope `forward` has: its own, the one "by hand", that of its "paper"
+    climb: ClassVar = {}  # options of `ascend` by hand
     paper = ""
     weak_is = "PGD-20"
 
@@ -166,6 +170,38 @@ class Broken(nn.Module):
 
     def defense(self):
         return Single(self, rejects=self.rejects)
+
+    @contextmanager
+    def seen_as(self, view):
+        """Give all parts another slope inside this context."""
+        parts = [part for part in self.modules() if hasattr(part, "view")]
+        for part in parts:
+            part.view = view
+        try:
+            yield
+        finally:
+            for part in parts:
+                part.view = "own"
+
+    def pass_through(self, x, change):
+        """Change images [B, 1, 28, 28]: by hand with a slope of 1, by the paper not at all."""
+        if self.view == "paper":
+            return x
+        changed = change(x)
+        return x + (changed - x).detach() if self.view == "by hand" else changed
+
+    def climb_margin(self, x, y):
+        """Climb the margin of accepted classes over label and rejection, with the slope by hand."""
+
+        def loss(z):
+            scores = self(z)
+            if self.rejects is None:
+                return margin(scores, y)
+            right = torch.maximum(scores.gather(1, y[:, None])[:, 0], scores[:, self.rejects])
+            return scores[:, : self.rejects].scatter(1, y[:, None], -torch.inf).amax(1) - right
+
+        with self.seen_as("by hand"):
+            return ascend(self, loss, x, y, **self.climb)
 
 
 def on_net(net, x, y, steps=20):

@@ -1,6 +1,7 @@
 """The thirteen defenses that Tramèr et al. (2020) broke, rebuilt small from their papers."""
 
 import math
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -41,19 +42,21 @@ class KWTA(Broken):
     def __init__(self):
         super().__init__(cnn(act=lambda: Winners(0.1)))
 
+    climb: ClassVar = {"draws": 20, "noise": 0.1}
+
     def forward(self, x):
         return self.net(x)
 
     def hand(self, x, y):
         """Average the margin's gradient over 20 noisy copies."""
-        loss = lambda z: margin(self(z), y)  # noqa: E731
-        return ascend(self, loss, x, y, 40, draws=20, noise=0.1)
+        return self.climb_margin(x, y)
 
 
 class Odds(Broken):
     """Reject where noise moves the logits towards another class more than on clean digits."""
 
     paper = "Roth et al. 2019"
+    climb: ClassVar = {"restarts": 5}
     weak_is = "PGD-20 on the network"
     rejects = 10
 
@@ -125,6 +128,7 @@ class Generative(Broken):
     """Predict the class under which a VAE finds an image most likely; reject unlikely ones."""
 
     paper = "Li et al. 2019"
+    climb: ClassVar = {"restarts": 5}
     weak_is = "PGD-20 on the classes"
     rejects = 10
 
@@ -204,21 +208,21 @@ class SparseFourier(Broken):
         fit(self.net, change=lambda x, y: self.sparse(x))
 
     def forward(self, x):
-        return self.net(self.sparse(x))
+        return self.net(self.pass_through(x, self.sparse))
 
     def weak(self, x, y):
         return on_net(self.net, x, y)
 
     def hand(self, x, y):
         """Take the network's gradient at the sparse image for that at the image (BPDA)."""
-        loss = lambda z: margin(self.net(z + (self.sparse(z) - z).detach()), y)  # noqa: E731
-        return ascend(self, loss, x, y)
+        return self.climb_margin(x, y)
 
 
 class MaxMahalanobis(Broken):
     """Train features towards fixed centers; logits are minus squared distances."""
 
     paper = "Pang et al. 2020a"
+    climb: ClassVar = {"restarts": 5}
 
     def __init__(self):
         super().__init__(cnn(outputs=32))
@@ -247,6 +251,7 @@ class OutputCodes(Broken):
     """Networks that each decide bits of an error-correcting code; the result is probabilities."""
 
     paper = "Verma and Swami 2019"
+    climb: ClassVar = {"restarts": 5}
 
     def __init__(self):
         super().__init__(nn.Identity())
@@ -264,7 +269,13 @@ class OutputCodes(Broken):
         fit(self, loss, 6)
 
     def forward(self, x):
-        match = relu(self.bits(x).tanh() @ self.codes.T)
+        bits = self.bits(x)
+        if self.view == "by hand":  # tanh and relu let all of the slope through
+            sure = bits + (bits.tanh() - bits).detach()
+            match = sure @ self.codes.T
+            match = match + (relu(match) - match).detach()
+        else:
+            match = relu(bits.tanh() @ self.codes.T)
         return match / match.sum(1, keepdim=True).clamp_min(1e-9)
 
     def hand(self, x, y):
@@ -281,6 +292,7 @@ class Diversity(Broken):
 
     paper = "Pang et al. 2019"
     weak_is = "PGD-10 of small steps"
+    climb: ClassVar = {"steps": 200, "restarts": 2}
 
     def __init__(self):
         super().__init__(nn.Identity())
@@ -310,7 +322,7 @@ class Diversity(Broken):
 
     def hand(self, x, y):
         """Climb 200 small steps on the margin, from two starts."""
-        return ascend(self, lambda z: margin(self(z), y), x, y, 200, restarts=2)
+        return self.climb_margin(x, y)
 
 
 class _Rounded(torch.autograd.Function):
@@ -324,16 +336,17 @@ class _Rounded(torch.autograd.Function):
 
 
 class Levels(nn.Module):
-    """Activations in [0, 1], rounded to a few levels; a slope only while `through`."""
+    """Activations in [0, 1], rounded to a few levels, with a slope in training and by hand."""
+
+    view = "own"
 
     def __init__(self, levels):
         super().__init__()
         self.levels = levels
-        self.through = False
 
     def forward(self, x):
         x = x.clamp(0, 1)
-        through = self.through or self.training
+        through = self.training or self.view == "by hand"
         return (
             _Rounded.apply(x, self.levels) if through else (x * self.levels).round() / self.levels
         )
@@ -359,26 +372,25 @@ class EMPIR(Broken):
 
     def forward(self, x):
         logits = self.members(x)
+        probs = logits.softmax(2).mean(0)
+        if self.view == "paper":
+            return probs.log()
         votes = one_hot(logits.argmax(2), 10).float().mean(0)
-        # Where each votes for another class, the mean probability decides.
-        return votes + 1e-3 * logits.softmax(2).mean(0)
+        if self.view == "by hand":
+            votes = votes + probs - probs.detach()
+        return votes + 1e-3 * probs  # which decides where each votes for another class
+
+    climb: ClassVar = {"restarts": 3}
 
     def weak(self, x, y):
-        pooled = nn.Module()
-        pooled.forward = lambda z: self.members(z).softmax(2).mean(0).log()
-        return on_net(pooled, x, y)
+        with self.seen_as("paper"):
+            return on_net(self, x, y)
 
     def hand(self, x, y):
         """Pass gradients straight through the rounding, and climb all members' margins."""
-        levels = [part for part in self.modules() if isinstance(part, Levels)]
-        for part in levels:
-            part.through = True
         loss = lambda z: sum(margin(one, y).clamp_max(3) for one in self.members(z))  # noqa: E731
-        try:
-            return ascend(self, loss, x, y, restarts=3)
-        finally:
-            for part in levels:
-                part.through = False
+        with self.seen_as("by hand"):
+            return ascend(self, loss, x, y, **self.climb)
 
 
 class Consistency(Broken):
@@ -389,6 +401,7 @@ class Consistency(Broken):
     """
 
     paper = "Yang et al. 2019a"
+    climb: ClassVar = {"restarts": 5}
     weak_is = "PGD-20 on the network"
     rejects = 10
 
@@ -405,6 +418,9 @@ class Consistency(Broken):
         whole, part = self.net(x), self.net(self.part(x))
         agree = whole.argmax(1) == part.argmax(1)
         reject = torch.where(agree, whole.amin(1) - 1, whole.amax(1) + 1)
+        if self.view == "by hand":  # it rejects the less, the more the part agrees
+            soft = margin(part, whole.argmax(1))
+            reject = reject.detach() + soft - soft.detach()
         return torch.cat([whole, reject[:, None]], 1)
 
     def weak(self, x, y):
@@ -441,7 +457,11 @@ class MixupInference(Broken):
         x, y = digits("train", 400)
         self.pool.copy_(torch.stack([x[y == k][:20] for k in range(10)]))
 
+    climb: ClassVar = {"steps": 50, "draws": 4}
+
     def forward(self, x):
+        if self.view == "paper":
+            return self.net(x)
         total, own = 0, self.net(x).argmax(1)
         for _ in range(8):
             other = (own + torch.randint(1, 10, (len(x),))) % 10
@@ -454,7 +474,7 @@ class MixupInference(Broken):
 
     def hand(self, x, y):
         """Average gradients over the mixtures (EoT)."""
-        return ascend(self, lambda z: margin(self(z), y), x, y, 50, draws=4)
+        return self.climb_margin(x, y)
 
 
 class MENet(Broken):
@@ -473,22 +493,24 @@ class MENet(Broken):
     def fit(self):
         fit(self.net, change=lambda x, y: self.completed(x), epochs=5)
 
+    climb: ClassVar = {"steps": 50, "draws": 10}
+
     def forward(self, x):
-        return self.net(self.completed(x))
+        return self.net(self.pass_through(x, self.completed))
 
     def weak(self, x, y):
         return on_net(self.net, x, y)
 
     def hand(self, x, y):
         """Average over masks; the completion passes gradients straight through (BPDA, EoT)."""
-        loss = lambda z: margin(self.net(z + (self.completed(z) - z).detach()), y)  # noqa: E731
-        return ascend(self, loss, x, y, 50, draws=10)
+        return self.climb_margin(x, y)
 
 
 class Asymmetric(Broken):
     """Reject where the detector of the predicted class, trained adversarially, does not fire."""
 
     paper = "Yin et al. 2020"
+    climb: ClassVar = {"steps": 60, "restarts": 5}
     weak_is = "PGD-20 on the network"
     rejects = 10
 
@@ -552,6 +574,7 @@ class Weakness(Broken):
     """Reject where noise changes the prediction, or where few steps do not: both are rare."""
 
     paper = "Hu et al. 2019"
+    climb: ClassVar = {"steps": 60, "restarts": 5}
     weak_is = "PGD-20 on the network"
     rejects = 10
     steps = 20
@@ -590,6 +613,11 @@ class Weakness(Broken):
         shake, steps = self.criteria(x)
         odd = (shake > self.most[0]) | (steps > self.most[1])
         reject = torch.where(odd, logits.amax(1) + 1, logits.amin(1) - 1)
+        if self.view == "by hand":  # it rejects the less, the surer the noisy copies are
+            noisy = self.net((x[:, None] + self.noise).flatten(0, 1)).view(len(x), 8, 10)
+            own = logits.argmax(1)[:, None, None].expand(-1, 8, 1)
+            soft = -noisy.log_softmax(2).gather(2, own).mean((1, 2))
+            reject = reject.detach() + soft - soft.detach()
         return torch.cat([logits, reject[:, None]], 1)
 
     def weak(self, x, y):

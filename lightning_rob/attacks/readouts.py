@@ -79,7 +79,7 @@ def _place(net: nn.Module, seen: Tensor, rejects: int | None) -> Place:
     name = names.get(last, "")
     if len(shape) == 2 and shape[1] in (logits.shape[1], len(accepted)):
         # Without this layer the logits must not depend on the image any more.
-        with other_forward([last], lambda plain: lambda x: torch.zeros_like(plain(x))):
+        with other_forward([last], lambda plain: lambda x: 0 * plain(x)):  # keeps its slope
             constant = logits_in(net(some))[:, accepted]
         once = [layer for layer, _ in called].count(last) == 1
         if name and once and bool((constant == constant[:1]).all()):
@@ -167,13 +167,16 @@ def directions(
         samples = points.flatten(0, 1).transpose(0, 1)
         centre = samples.mean(1)
         rest, aims = samples - centre[:, None], (candidates.mean(1) - centre).movedim(0, 2)
-        # The discriminant (rest' rest + r)^-1 aims, by Woodbury: [B, F, C] from [B, nS, nS], as
-        # there are fewer points than features. The ridge r keeps it off directions in which
-        # nothing varies.
-        gram = rest @ rest.mT
-        r = RIDGE * gram.diagonal(dim1=1, dim2=2).mean(1).clamp_min(TINY)[:, None, None]
-        solved = torch.linalg.solve(gram + r * torch.eye(gram.shape[1]).to(gram), rest @ aims)
-        w = aims - rest.mT @ solved
+        # The discriminant (rest' rest + r)^-1 aims: [B, F, C]. The ridge r keeps it off directions
+        # in which nothing varies.
+        few = rest.shape[1] < rest.shape[2]  # points, than features
+        gram = rest @ rest.mT if few else rest.mT @ rest
+        size = gram.diagonal(dim1=1, dim2=2).sum(1) / rest.shape[1]
+        ridge = RIDGE * size.clamp_min(TINY)[:, None, None] * torch.eye(gram.shape[1]).to(gram)
+        if few:  # by Woodbury
+            w = aims - rest.mT @ torch.linalg.solve(gram + ridge, rest @ aims)
+        else:
+            w = torch.linalg.solve(gram + ridge, aims * size[:, None, None])
         w = w / torch.linalg.vector_norm(w, dim=1, keepdim=True).clamp_min(TINY)
         scores = rest @ w  # [B, nS, C]
         gap = (aims * w).sum(1) - scores.amax(1)

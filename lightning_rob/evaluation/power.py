@@ -43,7 +43,7 @@ PASSED, TELLING = 0.95, 0.1  # rates of the attack, and of random search
 SHARE = 0.95  # radius of the inner points, in units of eps
 CLOSE, HALFWAY = 0.95, 0.5  # places of the threshold; halfway where confidence decides rejection
 # Of few features the planted image stands out only among many points.
-WIDE, FEWEST_POINTS, MOST_POINTS = 64, 9, 48
+WIDE, FEWEST_POINTS, MOST_POINTS, POINTS_IF_NARROW = 128, 9, 48, 240
 MOST_TRIES, USUAL_TRIES = 300, 50  # of random search; usual where passes are not known before
 INFERENCES = 3  # predictions of each image of a random defense
 
@@ -245,7 +245,7 @@ class _Trial:
             tries = self.tries(inner[0][0].outputs.shape[-1])
             narrow = min(layer.features.shape[-1] for layer in inner[0]) < WIDE
             points = min(max(tries // 2, FEWEST_POINTS), MOST_POINTS)
-            points = MOST_POINTS if narrow or draws else points
+            points = POINTS_IF_NARROW if narrow else MOST_POINTS if draws else points
             for i in range(1, points):
                 point = threat.corner(self.x, self.noise(2, i), SHARE)
                 inner.append(features(defense, where, point, self.noise(1, i), draws))
