@@ -32,32 +32,25 @@ DATA = {"Digits5k": (Digits5k, 1), "Patches10": (Patches10, 3)}  # name -> image
 
 
 class Counted(nn.Module):
-    """A network that counts the images of its forward and of its backward passes."""
+    """A network that counts the images of its passes, also where attacks copy it."""
 
     def __init__(self, net):
         super().__init__()
-        self.net, self.forwards, self.backwards = net, 0, 0
+        self.net, self.passes = net, {"forwards": 0, "backwards": 0}
+        passes = self.passes  # a closure, for copies of a network copy its hooks' objects
+
+        def add(kind, images):
+            passes[kind] += len(images)
+
+        def count(net, inputs, logits):
+            add("forwards", logits)
+            if logits.requires_grad:
+                logits.register_hook(lambda gradient: add("backwards", gradient))
+
+        self.handle = net.register_forward_hook(count)
 
     def forward(self, x):
-        self.forwards += len(x)
-        logits = self.net(x)
-        if logits.requires_grad:
-            logits.register_hook(self.count_backward)
-        return logits
-
-    def count_backward(self, gradient):
-        self.backwards += len(gradient)
-
-
-class CountedSingle(Single):
-    """A plain network whose BatchNorm may be folded, and whose calls are counted."""
-
-    def __init__(self, counted):
-        super().__init__(counted.net)
-        self.counted = [counted]
-
-    def logits(self, x, generator=None):
-        return self.counted[0](x)[None]
+        return self.net(x)
 
 
 def images(data, train, most):
@@ -82,13 +75,13 @@ def trained(data, threat, epochs, standard):
 
 
 def own(counted, threat, **options):
-    attack, defense = AutoAttack(threat, **options), CountedSingle(counted)
+    attack, defense = AutoAttack(threat, **options), Single(counted.net)
     return lambda x, y: attack(defense, x, y, torch.Generator().manual_seed(SEED))
 
 
 def auto(counted, threat):
     """Auto with about half of the passes of AutoAttack."""
-    attack, defense = Auto(threat, PASSES), CountedSingle(counted)
+    attack, defense = Auto(threat, PASSES), Single(counted.net)
     return lambda x, y: attack(defense, x, y, torch.Generator().manual_seed(SEED))
 
 
@@ -128,12 +121,13 @@ def measured(build, net, threat, x, y):
         torch.manual_seed(SEED + 1)
         before, wall, cpu = torch.get_rng_state(), time.perf_counter(), time.process_time()
         x_adv = attack(x.clone(), y.clone())
+    counted.handle.remove()
     seconds = time.perf_counter() - wall, time.process_time() - cpu
     x_adv = x_adv.detach()
     with torch.no_grad():
         right = net(x_adv).argmax(1) == y
     left_alone = torch.equal(before, torch.get_rng_state())
-    passes = counted.forwards / len(x), counted.backwards / len(x)
+    passes = [n / len(x) for n in counted.passes.values()]
     return right, passes, seconds, float(threat.size(x_adv - x).max()), left_alone
 
 

@@ -20,8 +20,9 @@ from functools import partial
 from importlib.util import find_spec
 
 import torch
-from autoattack import SEED, Counted, CountedSingle, images, trained
+from autoattack import SEED, Counted, images, trained
 
+from lightning_rob import Single
 from lightning_rob.attacks import APGD, CW, DDN, PDGD, DeepFool, MinimalNorm
 from lightning_rob.objectives import expected_margin
 from lightning_rob.threat import Threat
@@ -43,7 +44,7 @@ def own(threat, passes):
         attacks["CW"] = CW(threat, passes // 10, binary_steps=5, initial_const=1.0)
 
     def run(attack, net, x, y):
-        return attack(CountedSingle(net), x, y, torch.Generator().manual_seed(SEED))
+        return attack(Single(net.net), x, y, torch.Generator().manual_seed(SEED))
 
     return {f"**{name}**": partial(run, attack) for name, attack in attacks.items()}
 
@@ -113,11 +114,12 @@ def measured(attack, net, threat, x, y):
     torch.manual_seed(SEED)
     x_adv = attack(counted, x.clone(), y.clone()).detach()
     seconds = time.process_time() - began
+    counted.handle.remove()
     with torch.no_grad():
         fooled = (net(x_adv).argmax(1) != y) & x_adv.isfinite().flatten(1).all(1)
     fooled &= (x_adv.flatten(1).amin(1) >= -1e-6) & (x_adv.flatten(1).amax(1) <= 1 + 1e-6)
     size = torch.where(fooled, threat.size(x_adv - x), torch.inf)
-    return size, (counted.forwards + counted.backwards) / len(x), seconds
+    return size, sum(counted.passes.values()) / len(x), seconds
 
 
 def optimality(distances):

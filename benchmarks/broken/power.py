@@ -1,6 +1,6 @@
 """The active test on the thirteen defenses: the attack of each paper, and the one by hand.
 
-    python benchmarks/broken/power.py                    # a quarter of an hour on an idle core
+    python benchmarks/broken/power.py --plot docs/images/power.png   # half an hour on an idle core
 
 Digits within linf 0.15, the networks of `table.py`. A planted defense has other classes than the
 digits, so both attacks climb its margin. All else is theirs: what they leave out of the defense,
@@ -27,9 +27,11 @@ from broken.tramer import TRAMER
 from lightning_rob import PGD, Attack, Defense, Single, Threat
 from lightning_rob.audit import power
 from lightning_rob.defenses.rejection import unwrapped
+from lightning_rob.plots import COLORS, blank, save
 from lightning_rob.rules import mean_logits
 
 CASES = {case.__name__: case for case in TRAMER}
+POINTS = 240  # inside each ball: with 48 random search finds the planted images too
 # Other than PGD of 20 steps of an eighth of the radius: steps, step size.
 SCHEDULES = {"MaxMahalanobis": (10, EPS / 4), "Diversity": (10, EPS / 10)}
 
@@ -90,23 +92,54 @@ def cell(found):
     return f"{rates} of {found.images}, random {100 * found.random_rate:.0f}: {verdict}"
 
 
+def picture(rows):
+    """Draw the share that both attacks find, of a defense that rejects in the harder test."""
+    figure = blank(6.4, 4.2)
+    axes = figure.subplots()
+    names = list(dict.fromkeys(name for name, _, _ in rows))
+    axes.axvline(95, color="0.6", lw=1, ls="--")
+    for name, kind, found in rows:
+        tests = [one for one in (found, found.inverted) if one and one.images]
+        if not tests:
+            continue
+        one = min(tests, key=lambda test: test.rate)
+        rate, low, high = (100 * part for part in (one.rate, *one.interval))
+        place = names.index(name) + (-0.15 if kind == "weak" else 0.15)
+        color, marker = (COLORS[1], "v") if kind == "weak" else (COLORS[0], "o")
+        axes.errorbar(rate, place, xerr=[[rate - low], [high - rate]], fmt=marker, color=color)
+        axes.plot(100 * one.random_rate, place, marker="x", color="0.5", ls="")
+    entries = [((COLORS[1], "v"), "the paper's attack"), ((COLORS[0], "o"), "the attack by hand")]
+    for (color, marker), text in (*entries, (("0.5", "x"), "random search")):
+        axes.plot([], [], color=color, marker=marker, ls="", label=text)
+    axes.set(yticks=range(len(names)), yticklabels=names, xlim=(-3, 103))
+    axes.set_xlabel("planted images found, % (95 % interval; 95 % passes)")
+    axes.invert_yaxis()
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=3)
+    return figure
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--images", type=int, default=50)
+    parser.add_argument("--images", type=int, default=40)
+    parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     x, y = digits("test", options.images)
     print("| defense | attack | planted images found | inverted |\n|---|---|---|---|")
+    rows = []
     for name in options.only:
         net = CASES[name]().load()
         defense = Drawn(net) if net.random else net.defense()
         for attack in (Weak(THREAT), Hand(THREAT)):
             torch.manual_seed(0)
-            found = power(defense, attack, x, y)
+            found = power(defense, attack, x, y, points=POINTS)
             inverted = cell(found.inverted) if found.inverted else ""
             kind = type(attack).__name__.lower()
+            rows.append((name, kind, found))
             print(f"| {name} | {kind} | {cell(found)} | {inverted} |", flush=True)
+        if options.plot:
+            save(picture(rows), options.plot)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ PASSED, TELLING = 0.95, 0.1  # rates of the attack, and of random search
 SHARE = 0.95  # radius of the inner points, in units of eps
 CLOSE, HALFWAY = 0.95, 0.5  # places of the threshold; halfway where confidence decides rejection
 # Of few features the planted image stands out only among many points.
-WIDE, FEWEST_POINTS, MOST_POINTS, POINTS_IF_NARROW = 128, 9, 48, 240
+WIDE, FEWEST_POINTS, MOST_POINTS = 64, 9, 48
 MOST_TRIES, USUAL_TRIES = 300, 50  # of random search; usual where passes are not known before
 INFERENCES = 3  # predictions of each image of a random defense
 
@@ -118,6 +119,7 @@ def power(
     *,
     index: Tensor | None = None,
     seed: int = 0,
+    points: int | None = None,
 ) -> Power:
     """Test whether an attack finds adversarial images that exist by construction.
 
@@ -135,6 +137,8 @@ def power(
         y: [N] their labels.
         index: [N] the images' indices, by which noise is keyed; None for the positions.
         seed: seed of all noise.
+        points: number of inner points, 9 to 48 by default. The more, the harder the planted image
+            is to find: take hundreds where random search finds it too.
 
     Returns:
         The rates. A defense that adapts, or that does not name its networks, cannot be tested:
@@ -145,7 +149,8 @@ def power(
     if why := not_applicable(defense, attack):
         return Power.of(torch.zeros(1, 4), why)
     groups = zip(*(torch.split(part, GROUP_SIZE) for part in (x, y, index)), strict=True)
-    return Power.of(counted(torch.cat([found_by(attack, defense, *g, seed) for g in groups])))
+    test = partial(found_by, attack, defense, points=points)
+    return Power.of(counted(torch.cat([test(*g, seed) for g in groups])))
 
 
 def counted(found: Tensor) -> Tensor:
@@ -194,19 +199,26 @@ def not_applicable(defense: Defense, attack: Attack) -> str:
 
 
 def found_by(
-    attack: Attack, defense: Defense, x: Tensor, y: Tensor, index: Tensor, *keys: int
+    attack: Attack,
+    defense: Defense,
+    x: Tensor,
+    y: Tensor,
+    index: Tensor,
+    *keys: int,
+    points: int | None = None,
 ) -> Tensor:
     """Test an attack on one group of images.
 
     Args:
         *keys: seed of all noise, beside the indices.
+        points: number of inner points; None chooses.
 
     Returns:
         [B, 2] the probability that the attack has found an adversarial image, and that random
         search has; NaN for images that no readout separates. Of a defense that rejects by a class
         [B, 4]: the same of the inverted test.
     """
-    trial = _Trial(attack, working_copy(defense), x, y, index, keys)
+    trial = _Trial(attack, working_copy(defense), x, y, index, keys, points)
     try:
         return trial.outcome()
     except FoldingError:  # once: the network is not folded a second time
@@ -223,6 +235,7 @@ class _Trial:
     y: Tensor
     index: Tensor
     keys: tuple[int, ...]
+    points: int | None = None
 
     def noise(self, *purpose: int) -> Streams:
         """Return a source of randomness, another for each purpose."""
@@ -245,7 +258,7 @@ class _Trial:
             tries = self.tries(inner[0][0].outputs.shape[-1])
             narrow = min(layer.features.shape[-1] for layer in inner[0]) < WIDE
             points = min(max(tries // 2, FEWEST_POINTS), MOST_POINTS)
-            points = POINTS_IF_NARROW if narrow else MOST_POINTS if draws else points
+            points = self.points or (MOST_POINTS if narrow or draws else points)
             for i in range(1, points):
                 point = threat.corner(self.x, self.noise(2, i), SHARE)
                 inner.append(features(defense, where, point, self.noise(1, i), draws))

@@ -120,12 +120,33 @@ def test_masked_gradients_fail(nets, batch):
 def test_where_random_search_succeeds_the_test_says_nothing():
     """With a single feature no corner stands out much."""
     x, y = torch.rand(20, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 2
-    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 1, bias=False), nn.Linear(1, 2))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Flatten(), nn.Linear(64, 1, bias=False), nn.Linear(1, 2))
     found = power(net, PGD(Threat("linf", 0.1), 20, 0.05), x, y)
     assert found.rate == 1
     assert found.random_rate > 0.1
     assert found.passed is None
     assert "random search" in found.why
+    harder = power(net, PGD(Threat("linf", 0.1), 20, 0.05), x, y, points=400)
+    assert harder.random_rate < found.random_rate
+
+
+def test_a_network_that_takes_a_gradient_inside():
+    """Its last layer may not lose its slope while it is looked for."""
+
+    class Purifying(nn.Sequential):
+        def forward(self, x):
+            with torch.enable_grad():
+                moved = x.detach().requires_grad_()
+                slope = torch.autograd.grad(super().forward(moved).logsumexp(1).sum(), moved)[0]
+            return super().forward(x - 0.01 * slope.sign())
+
+    x, y = torch.rand(8, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = Purifying(nn.Flatten(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3)).eval()
+    assert power(net, PGD(Threat("linf", 0.1), 20, 0.025), x, y).images > 0
 
 
 @pytest.mark.parametrize(("norm", "eps"), [("linf", 0.1), ("l2", 0.8)])
