@@ -133,7 +133,7 @@ def main():
         defense = Drawn(net) if net.random else net.defense()
         for attack in (Weak(THREAT), Hand(THREAT)):
             torch.manual_seed(0)
-            found = power(defense, attack, x, y, points=POINTS)
+            found = power(defense, attack, x, y, points=None if net.random else POINTS)
             inverted = cell(found.inverted) if found.inverted else ""
             kind = type(attack).__name__.lower()
             rows.append((name, kind, found))

@@ -13,6 +13,7 @@ from lightning_rob.attacks.base import Attack, check_norm
 from lightning_rob.attacks.budget import PassCount
 from lightning_rob.attacks.foreign import scores
 from lightning_rob.defenses import Defense
+from lightning_rob.defenses.per_image import restricted_to
 from lightning_rob.objectives import check_logits, linear
 from lightning_rob.randomness import Generator, uniform
 from lightning_rob.runtime.errors import at_least
@@ -72,11 +73,11 @@ class Square(Attack):
         if x.dim() != 4:
             raise ValueError(f"Square is for images [B, C, H, W], got shape {list(x.shape)}")
         walk = Walk(positions(x), x, y.long(), derived(generator, 0), x, x.new_zeros(len(x)), x)
-        walk.margin = self._margin(defense, x, walk.y, walk.generator, check=True)
+        walk.margin = self._margin(defense, x, walk, walk.generator, check=True)
         x_final, walk = x.clone(), walk.select(walk.margin > -torch.inf)
         if len(walk):
             walk.best = self._start(walk)
-            walk.margin = self._margin(defense, walk.best, walk.y, walk.generator)
+            walk.margin = self._margin(defense, walk.best, walk, walk.generator)
         for query in range(self.queries):
             # Images that fool leave, and cost no further passes.
             rows = (walk.margin > -torch.inf).nonzero()[:, 0]
@@ -90,7 +91,7 @@ class Square(Attack):
             rows, candidate = self._propose(walk, query)
             if len(rows):
                 noise, before = derived(rows_of(walk.generator, rows), query), walk.margin[rows]
-                margin = self._margin(defense, candidate, walk.y[rows], noise)
+                margin = self._margin(defense, candidate, walk, noise, rows)
                 keep = margin < before
                 best = choose(keep, candidate, walk.best[rows])
                 walk.best[rows], walk.margin[rows] = best, torch.where(keep, margin, before)
@@ -98,10 +99,18 @@ class Square(Attack):
         return x_final
 
     def _margin(
-        self, defense: Defense, x: Tensor, y: Tensor, noise: Generator, check: bool = False
+        self,
+        defense: Defense,
+        x: Tensor,
+        walk: "Walk",
+        noise: Generator,
+        rows: Tensor | None = None,
+        check: bool = False,
     ) -> Tensor:
         """Return the margins [b] of images [b, C, H, W]; minus infinity where an image fools."""
-        values = scores(defense, x, noise, self.draws)
+        index, y = (walk.index, walk.y) if rows is None else (walk.index[rows], walk.y[rows])
+        with restricted_to(defense, index):  # labels behind which it rejects are those of a batch
+            values = scores(defense, x, noise, self.draws)
         if check:
             check_logits(values[None], y)
         margin = -linear(values[None], values.new_ones(1), y)

@@ -96,7 +96,8 @@ class Power:
     def __str__(self) -> str:
         """Return the outcome in one line."""
         low, high = self.interval
-        verdict = {True: "passed", False: "failed", None: self.why}[self.passed]
+        failed = "failed" if high < PASSED else "failed, or bad luck: take more images"
+        verdict = {True: "passed", False: failed, None: self.why}[self.passed]
         left = f", {self.left_out} left out" if self.left_out else ""
         text = (
             f"finds {100 * self.rate:.3g} % ({100 * low:.3g} … {100 * high:.3g}) of the "

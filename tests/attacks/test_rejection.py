@@ -25,6 +25,8 @@ from lightning_rob.attacks import (
     TransferFromStatic,
 )
 from lightning_rob.defenses import Defense, Ensemble, Mixture, Single
+from lightning_rob.defenses.per_image import PerImageValues
+from lightning_rob.defenses.rejection import AcceptedClasses
 from lightning_rob.evaluation import evaluate
 from lightning_rob.objectives import expected_margin
 from lightning_rob.randomness import Streams
@@ -294,3 +296,14 @@ def test_what_is_refused():
 
     with pytest.raises(ValueError, match="the rule undeclared returns a row of zeros"):
         evaluate(Single(detector(), undeclared), {"a": PLAIN}, [images(4)], progress=False)
+
+
+def test_square_inside_an_attack_on_whole_batches():
+    """There the labels are those of a batch, of which images leave as they are fooled."""
+    x, y = images(20)
+    defense, noise = Single(detector(), rejects=CLASSES), Streams.from_index(torch.arange(20), 0)
+    apart = Square(LINF, 50)(defense, x, y, noise)
+    seen = AcceptedClasses(defense, PerImageValues(y))
+    again = Streams.from_index(torch.arange(20), 0)
+    assert torch.equal(Square(LINF, 50).perturb(seen, x, y, again), apart)
+    assert 0 < (defense(apart).argmax(1) == y).float().mean() < 1
