@@ -21,7 +21,8 @@ from lightning_rob.randomness import Generator
 from lightning_rob.runtime.errors import at_least
 from lightning_rob.threat import Length, Threat, divisor, scale
 
-ALL_SETS = 4  # members up to which every set is tried; of more members one chain of sets
+ALL_SETS = 4  # members up to which every set is tried; of more members chains of sets
+CHAINS = 2  # of sets that grow, each from a member that the ones before lack
 SIGNED = 0.5  # share of the steps that follow the steepest direction; the others project
 BEYOND = 0.2  # distance to aim beyond a decision boundary, as a share of eps, falling to 0
 ROUNDING = 1e-6  # of a sum of probabilities
@@ -37,17 +38,21 @@ class Climb:
         right: [B] the probability that the ensemble is right on them.
         fooled: [M, B] the members that they fool.
         possible: [M, B] the members that some image of the ball has fooled.
+        kept: [M, B] members that an image has to fool to be taken; None for any image.
     """
 
     x_best: Tensor
     right: Tensor
     fooled: Tensor
     possible: Tensor
+    kept: Tensor | None = None
 
     def take(self, rows: Tensor, z: Tensor, fooled: Tensor, weights: Tensor) -> None:
         """Keep images z [b, …] of some rows where they are better than the best so far."""
         right = (weights[:, None] * ~fooled).sum(0).to(self.right)
         better = right < self.right[rows]
+        if self.kept is not None:
+            better &= (fooled | ~self.kept[:, rows]).all(0)
         at = rows[better]
         self.x_best[at], self.right[at] = z[better], right[better]
         self.fooled[:, at] = fooled[:, better]
@@ -104,7 +109,8 @@ class LatticeClimber(Attack):
         members = len(member_order(count.defense.weights))
         alone = members * min(self.classes, count.classes - 1)
         if members > ALL_SETS:  # each member is added to as many as all others
-            sets, wanted = alone + members, alone + members**2
+            sets = alone + CHAINS * (members + 1) - 1
+            wanted = alone + CHAINS * (members**2 + 1) - 1
         else:
             sets = alone + 2**members - 1 - members
             wanted = alone + members * 2 ** (members - 1) - members  # in all sets together
@@ -131,8 +137,24 @@ class LatticeClimber(Attack):
                 wanted[member] = ~climb.possible[member] & (climb.right > 0)
                 classes = others[member, :, -1 - aim] if aim else None
                 self._look(defense, x, y, generator, climb, wanted, classes)
-        for wanted in _sets(climb, order, weights):
-            self._look(defense, x, y, generator, climb, wanted)
+        if len(order) <= ALL_SETS:
+            for wanted in _sets(climb, order, weights):
+                self._look(defense, x, y, generator, climb, wanted)
+            return climb.x_best
+        seen = torch.zeros_like(fooled)
+        for chain in range(CHAINS):
+            at = climb
+            if chain:  # one member of a set can keep out others that together weigh more
+                first = _first(climb.possible & ~seen, order)
+                at = Climb(x.clone(), climb.right + torch.inf, first & False, climb.possible, first)
+                self._look(defense, x, y, generator, at, first)
+            for member in order:
+                reachable = at.possible[member] & ~at.fooled[member] & at.right.isfinite()
+                wanted = at.fooled & reachable & (weights > 0)[:, None]
+                wanted[member] = reachable
+                self._look(defense, x, y, generator, at, wanted)
+            seen |= at.fooled
+            climb.take(rows, at.x_best, at.fooled, weights)
         return climb.x_best
 
     def _look(
@@ -242,18 +264,19 @@ def _gap(logits: Tensor, y: Tensor, classes: Tensor | None) -> Tensor:
     return right - logits.scatter(1, y[:, None], -torch.inf).amax(1)
 
 
+def _first(left: Tensor, order: list[int]) -> Tensor:
+    """Return the first of the members [M, B] that are left, by image."""
+    first = torch.zeros_like(left)
+    for member in order:
+        first[member] = left[member] & ~first.any(0)
+    return first
+
+
 def _sets(climb: Climb, order: list[int], weights: Tensor) -> Iterator[Tensor]:
     """Yield the members [M, B] to be fooled next, by image; none of an image that is decided.
 
     Each set is chosen by what has been found until then.
     """
-    if len(order) > ALL_SETS:
-        for member in order:
-            reachable = climb.possible[member] & ~climb.fooled[member]
-            wanted = climb.fooled & reachable & (weights > 0)[:, None]
-            wanted[member] = reachable
-            yield wanted
-        return
     sets = [list(one) for size in range(2, len(order) + 1) for one in combinations(order, size)]
     for one in sorted(sets, key=lambda one: -float(weights[one].sum())):
         rest = weights.sum() - weights[one].sum()

@@ -73,9 +73,12 @@ def optimal_sampling(
         unpack: function of a batch that returns one of the above.
 
     Raises:
-        ValueError: no step, no image, or an ensemble that does not predict by one drawn member.
+        ValueError: no step, a negative tolerance, no image, or an ensemble that does not predict by
+            one drawn member.
     """
     at_least(1, steps=steps)
+    if not tolerance >= 0:
+        raise ValueError(f"tolerance must not be negative, got {tolerance}")
     if not isinstance(ensemble, Ensemble) or ensemble.rule is not random_member:
         raise ValueError("optimal_sampling is for an Ensemble of which one drawn member predicts")
     settings = EvaluationSettings(seed=seed, max_images=max_images)
@@ -84,7 +87,8 @@ def optimal_sampling(
         raise ValueError("optimal_sampling needs images, got none")
     probs, tried, wrong = ensemble.weights.double().cpu().numpy(), [], []
     for step in range(steps):
-        defense = Ensemble(ensemble.members, torch.from_numpy(probs)).to(device_of(ensemble))
+        drawn = Ensemble(ensemble.members, torch.from_numpy(probs), rejects=ensemble.rejects)
+        defense = drawn.to(device_of(ensemble))
         wrong.append(torch.cat([_fooled(defense, attack, one, seed) for one in images]).numpy())
         tried.append(probs)
         kept = 1 - np.max([errors @ np.array(tried).T for errors in wrong], 0).mean(0)  # [T]
@@ -103,7 +107,11 @@ def _fooled(defense: Ensemble, attack: Attack, batch: Batch, seed: int) -> Tenso
     x_adv = attack(defense, x, y, Streams.from_index(index, seed))
     with evaluating(defense) as copied, torch.no_grad():
         logits = torch.stack([network_logits(member, x_adv) for member in copied.members], 1)
-    return (logits.argmax(-1) != y[:, None]).double().cpu()
+    predicted = logits.argmax(-1)
+    fooled = predicted != y[:, None]
+    if defense.rejects is not None:  # an attack fails where the image is rejected
+        fooled &= predicted != defense.rejects
+    return fooled.double().cpu()
 
 
 def _least_wrong(wrong: np.ndarray) -> tuple[np.ndarray, float]:

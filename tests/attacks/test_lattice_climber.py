@@ -122,6 +122,26 @@ def test_more_members_than_all_sets_are_tried_of(threat):
     assert (found - best).mean() < 0.05
 
 
+@both_norms
+@pytest.mark.parametrize("probs", [[0.24, 0.19, 0.19, 0.19, 0.19], [0.2] * 5])
+def test_a_member_that_keeps_out_four_others(threat, probs):
+    """Each of four looks at pixels of its own, and the one that is tried first at all of them."""
+    w = torch.zeros(5, 2, 12)
+    for i in range(1, 5):
+        w[i, 1, 3 * i - 3 : 3 * i] = 1
+    w[0, 1] = -1
+    if probs[0] == 0.2:
+        w = w.flip(0)  # of equally probable members the last is tried first
+    reach = threat.dual(w[:, 1]) * threat.eps * torch.where(w[:, 1].sum(1) < 0, 0.9, 0.45)
+    b = torch.stack([torch.zeros(5), -reach - 0.5 * w[:, 1].sum(1)], 1)
+    defense = Ensemble(list(map(Linear, w.tolist(), b.tolist())), probs)
+    x, y = torch.full((2, 12), 0.5), torch.zeros(2, dtype=torch.long)
+    found = expected_accuracy(
+        defense.members, defense.weights, LatticeClimber(threat)(defense, x, y), y
+    )
+    assert found.tolist() == pytest.approx([probs[0]] * 2)
+
+
 @pytest.fixture
 def three():
     return Ensemble([trained_net(seed) for seed in (1, 2, 3)], [0.5, 0.3, 0.2])

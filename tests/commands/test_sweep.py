@@ -421,3 +421,8 @@ def test_two_processes_find_the_same(trained, tmp_path):
     assert done.returncode == 0, done.stderr
     assert accuracies(lines(tmp_path / "two")) == accuracies(alone)
     assert len(lines(tmp_path / "two")) == len(alone)
+
+
+def test_a_changed_ensemble_rejects_by_the_same_class():
+    defense = Ensemble([TinyNet(), TinyNet()], rejects=3)
+    assert with_probability(defense, 0.3).rejects == with_members(defense, 1).rejects == 3

@@ -54,6 +54,18 @@ def test_of_members_that_no_attack_changes_the_better_one_predicts():
     torch.testing.assert_close(found.trail[0], torch.tensor([0.2, 0.8, 0.38]).double())
 
 
+def test_a_rejection_is_no_success_of_the_attack():
+    """Of two members, one accepts and is wrong, the other rejects: nothing gets past it."""
+    wrong, rejecting = (
+        Linear([[0.0] * 2] * 3, logits) for logits in ([0.0, 1.0, 0.0], [0.0, 0.0, 1.0])
+    )
+    defense = Ensemble([wrong, rejecting], rejects=2)
+    y = torch.zeros(10, dtype=torch.long)
+    found = optimal_sampling(defense, NoAttack(THREAT), [(torch.rand(10, 2), y)])
+    assert found.probs.tolist() == pytest.approx([0, 1])
+    assert (found.accuracy, found.bound) == pytest.approx((1, 1))
+
+
 def test_the_ensemble_stays_as_it_is_and_images_are_chosen_by_seed():
     defense = Ensemble([trained_net(1), trained_net(2)], [0.9, 0.1]).train()
     x, y = images(30, seed=3)
@@ -73,6 +85,7 @@ def test_the_ensemble_stays_as_it_is_and_images_are_chosen_by_seed():
         (Single(trained_net(1)), [images(2)], {}, "is for an Ensemble"),
         (Ensemble([trained_net(1)]), [], {}, "needs images, got none"),
         (Ensemble([trained_net(1)]), [images(2)], {"steps": 0}, "steps must be at least 1"),
+        (Ensemble([trained_net(1)]), [images(2)], {"tolerance": -1.0}, "must not be negative"),
     ],
 )
 def test_wrong_arguments(defense, batches, options, message):

@@ -80,7 +80,8 @@ def with_probability(defense: Defense, p: float) -> Ensemble:
     others = probs[1:] if probs[1:].sum() > 0 else torch.ones_like(probs[1:])
     rest = (1 - p) * others / others.sum()
     changed = torch.cat([torch.full_like(probs[:1], p), rest])
-    return Ensemble(members, changed, defense.rule).to(defense.weights.device)
+    changed_defense = Ensemble(members, changed, defense.rule, defense.rejects)
+    return changed_defense.to(defense.weights.device)
 
 
 def with_members(defense: Defense, count: float) -> Ensemble:
@@ -92,7 +93,8 @@ def with_members(defense: Defense, count: float) -> Ensemble:
     if not first.sum() > 0:
         raise ValueError(f"the first {count:g} members have no probability: {probs.tolist()}")
     changed = first / first.sum()
-    return Ensemble(members[: int(count)], changed, defense.rule).to(defense.weights.device)
+    fewer = Ensemble(members[: int(count)], changed, defense.rule, defense.rejects)
+    return fewer.to(defense.weights.device)
 
 
 def _ensemble(defense: Defense) -> tuple[list[torch.nn.Module], torch.Tensor]:
@@ -120,8 +122,8 @@ class Target:
     def __call__(self, defense: Defense) -> Defense:
         """Return the attacked part of the changed defense."""
         if self.probs:
-            device = defense.weights.device
-            return self.source.target(Ensemble(defense.classifiers, self.probs).to(device))
+            found = Ensemble(defense.classifiers, self.probs, rejects=defense.rejects)
+            return self.source.target(found.to(defense.weights.device))
         change = CHANGED_DEFENSE.get(self.over)
         return self.source.target(change(defense, self.value) if change else defense)
 
