@@ -63,6 +63,13 @@ class SequentialTraining(RobustModule):
         self.epochs = [epochs] * members if isinstance(epochs, int) else list(epochs)
         if len(self.epochs) != members or min(self.epochs, default=0) < 0 or sum(self.epochs) < 1:
             raise ValueError(f"epochs must be a count for each of {members} members, got {epochs}")
+        given = checkpoints or [None] * members
+        random = [i for i, n in enumerate(self.epochs) if not n and given[i : i + 1] == [None]]
+        if random:
+            raise ValueError(
+                f"members {random} (counted from 0) have 0 epochs and no checkpoint: "
+                "they would keep random weights"
+            )
         self.probs = sampling_probabilities(probs, members)
         self.members = new_members(net, members, checkpoints)
         self.attack = attack
@@ -203,7 +210,7 @@ class BARRE(SequentialTraining):
         search_images: int = 2048,
         **options: Any,
     ) -> None:
-        at_least(1, search_every=search_every, search_images=search_images)
+        at_least(1, search_every=search_every, search_images=search_images, search_from=search_from)
         if options.get("probs") is not None:
             raise ValueError("BARRE finds its probabilities by itself: leave out probs")
         super().__init__(net, attack, epochs, **options)
