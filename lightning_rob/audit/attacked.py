@@ -41,6 +41,11 @@ def prediction_varies(batch: AuditBatch) -> Tensor:
     return (first - second).abs().amax(1) > LARGE_CHANGE
 
 
+def predicted_class(batch: AuditBatch) -> Tensor:
+    """Return the class [B] of the largest mean logit."""
+    return batch.logits.mean(0).argmax(-1)
+
+
 def averaged(batch: AuditBatch) -> Tensor:
     """Return the scores [B] under the default attack with steps that average over draws (EoT)."""
     suite = batch.target.suite
@@ -80,7 +85,15 @@ def inside_bounds(batch: AuditBatch) -> Tensor:
         return batch.unknown()
 
 
-COLUMNS = (nonfinite_attacked, prediction_varies, averaged, largest_logit, double, inside_bounds)
+COLUMNS = (
+    nonfinite_attacked,
+    prediction_varies,
+    predicted_class,
+    averaged,
+    largest_logit,
+    double,
+    inside_bounds,
+)
 
 
 def randomness(target: AuditTarget, columns: Columns) -> Finding:

@@ -70,6 +70,8 @@ def radius(target: AuditTarget, columns: Columns) -> Finding:
     text = f"In a ball that holds every image the attack leaves {percent(left)}."
     if not many(left):
         return Finding("fine", text, values=means(left=left))
+    if (columns["predicted_class"] == columns["predicted_class"][0]).all():
+        return not_checked("it predicts one class for all images")
     text += " It could replace each image by that of another class, and leave nothing."
     return Finding("severe", text, MASKED, means(left=left))
 

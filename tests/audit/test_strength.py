@@ -1,9 +1,13 @@
 """Checks of the attacks' strength, mostly on made-up scores."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 
 from lightning_rob.attacks import ARC, PGD, Strongest
+from lightning_rob.audit import strength
+from lightning_rob.audit.auditor import audit
 from lightning_rob.audit.strength import adaptive, black_box
 from lightning_rob.audit.target import AuditTarget
 from lightning_rob.defenses import Ensemble, RandomTransforms, Single
@@ -95,3 +99,14 @@ def test_eot_with_one_velocity_is_not_what_random_transforms_need():
     assert adaptive(target, columns).flagged
     target.other_attacks["best"] = target.attacks["linear_aggmo"]
     assert not adaptive(target, columns).flagged
+
+
+def test_of_one_class_for_all_images_no_ball_holds_another(nets, blobs):
+    """A network that did not learn hides nothing."""
+    net = deepcopy(nets[0])
+    net.last.bias.data[0] += 100
+    (found,) = audit(Single(net), *blobs, THREAT, checks=[strength.radius]).findings
+    assert (found.severity, found.text) == (
+        "note",
+        "Not checked: it predicts one class for all images.",
+    )
