@@ -21,15 +21,11 @@ from lightning_rob.recipes.safe_yaml import load_file, one_line, reading_recipes
 from lightning_rob.runtime.errors import InputError
 
 
-def is_no_tip(record: logging.LogRecord) -> bool:
-    """Filter of a logger that drops Lightning's advice to install other products of its makers."""
-    return "Tip: For seamless cloud" not in str(record.msg)
-
-
 def run_command(line: CommandLine) -> None:
     """Run a command that needs torch: one of `RUNNERS`, or of Lightning."""
-    # Lightning writes them at level INFO, like its devices and why a fit stopped, which stay.
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(is_no_tip)
+    # Advice to install other products, at level INFO like Lightning's devices, which stay.
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addFilter(lambda record: "Tip: For seamless cloud" not in str(record.msg))
     warnings.filterwarnings("ignore", ".*LeafSpec")  # of torch on Lightning, in every run
     if line.command != "fit":  # which alone goes on with the list of its best checkpoints
         warnings.filterwarnings("ignore", "The dirpath has changed")
@@ -128,14 +124,13 @@ def _with_trainings(line: CommandLine) -> None:
         raise InputError(f"every trial trains anew: leave out the ckpt_path {paths[0]}")
     with quiet_lightning():
         cli = CommandCLI(line, run=False)
-    chosen = function_of(line.command)(line.options, cli.built(), build_training)
+
+    def build(recipe: Path) -> Any:
+        return RobustCLI([f"--config={recipe}"], run=False)
+
+    chosen = function_of(line.command)(line.options, cli.built(), build)
     if chosen is not None:
         RobustCLI(["fit", f"--config={chosen}"])
-
-
-def build_training(recipe: Path) -> Any:
-    """Build model, data and trainer of a recipe."""
-    return RobustCLI([f"--config={recipe}"], run=False)
 
 
 def _with_data(line: CommandLine) -> None:

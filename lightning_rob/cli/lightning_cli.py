@@ -120,7 +120,9 @@ class RobustCLI(LightningCLI):
 
     def __init__(self, line: CommandLine | Sequence[str], run: bool = True) -> None:
         self.checkpoint_io = SafeCheckpointIO()
-        supervised = supervised_processes(self._launched_ranks, self._rank_timeout)
+        supervised = supervised_processes(
+            self._launched_ranks, lambda: self.config.get("rank_timeout")
+        )
         try:
             if not isinstance(line, CommandLine):
                 line = read_command_line(*line) if run else read_command_line("fit", *line)
@@ -210,7 +212,7 @@ class RobustCLI(LightningCLI):
 
     def instantiate_trainer(self, **options: Any) -> Trainer:
         trainer = super().instantiate_trainer(**options)
-        guard = TerminateOnNonFinite(self._rank_timeout())
+        guard = TerminateOnNonFinite(self.config.get("rank_timeout"))
         trainer.callbacks.insert(0, guard)  # type: ignore[attr-defined]
         # A plug-in for checkpoints that the user chose stays.
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
@@ -238,9 +240,6 @@ class RobustCLI(LightningCLI):
         for i, p in merged.items():
             lines.append(",".join([f"{i},{p.index(max(p))}", *(f"{value:.6g}" for value in p)]))
         atomic_write_text(path, "\n".join([*lines, ""]))
-
-    def _rank_timeout(self) -> Any:
-        return self.config.get("rank_timeout")
 
     def _launched_ranks(self) -> Any:
         strategy = getattr(getattr(self, "trainer", None), "strategy", None)
@@ -318,7 +317,6 @@ class RobustCLI(LightningCLI):
         self._check_thresholds("test")
 
     def _check_thresholds(self, stage: str) -> None:
-        """Exit with code 1 if an accuracy is below its threshold."""
         logged = {key: float(value) for key, value in self.trainer.callback_metrics.items()}
         for line in (lines := violations(self.minima, logged, stage)):
             print(f"lightning-rob: {line}", file=sys.stderr)

@@ -201,8 +201,26 @@ class TransformTraining(RobustModule):
             super().on_validation_epoch_start()
             return
         self._exchange()
-        if not self.trainer.sanity_checking:
-            self._update_state()
+        if self.trainer.sanity_checking:
+            return
+        # Keep the weights of the best epoch, and find out whether all ranks have stopped.
+        loss = self._validation_loss()
+        if self._has_stopped():  # and waits for other ranks: its best weights stay
+            self.state.epochs += 1
+        else:
+            self.state.update(loss, self.trainable_network())
+        stopped = self._has_stopped()
+        # An error on one rank alone would leave the others waiting: all hear of it, and all raise.
+        never_finite = stopped and not self.state.best_weights
+        report = torch.tensor([loss, float(stopped), float(never_finite)], device=self.device)
+        reports = torch.as_tensor(self.all_gather(report)).view(-1, 3)[: len(self.current)]
+        losses, ends, failures = reports.unbind(1)
+        for member, value in zip(self.current, losses, strict=True):
+            self.log(f"val/loss/{self.names[member]}", value, sync_dist=True)
+        self.state.finished = bool(ends.all())
+        if failures.any():
+            names = [self.names[i] for i, bad in zip(self.current, failures, strict=True) if bad]
+            raise ValueError(f"the validation loss is no number: {', '.join(names)}")
 
     def on_train_epoch_end(self) -> None:
         if not self.state.epochs:
@@ -289,28 +307,7 @@ class TransformTraining(RobustModule):
     def _has_stopped(self) -> bool:
         return self.state.epochs >= self.epochs or self.state.epochs_since_best >= self.patience
 
-    def _update_state(self) -> None:
-        """Keep the weights of the best epoch, and find out whether all ranks have stopped."""
-        loss = self._validation_loss()
-        if self._has_stopped():  # and waits for other ranks: its best weights stay
-            self.state.epochs += 1
-        else:
-            self.state.update(loss, self.trainable_network())
-        stopped = self._has_stopped()
-        # An error on one rank alone would leave the others waiting: all hear of it, and all raise.
-        never_finite = stopped and not self.state.best_weights
-        report = torch.tensor([loss, float(stopped), float(never_finite)], device=self.device)
-        reports = torch.as_tensor(self.all_gather(report)).view(-1, 3)[: len(self.current)]
-        losses, ends, failures = reports.unbind(1)
-        for member, value in zip(self.current, losses, strict=True):
-            self.log(f"val/loss/{self.names[member]}", value, sync_dist=True)
-        self.state.finished = bool(ends.all())
-        if failures.any():
-            names = [self.names[i] for i, bad in zip(self.current, failures, strict=True) if bad]
-            raise ValueError(f"the validation loss is no number: {', '.join(names)}")
-
     def _exchange(self) -> None:
-        """Broadcast each current sub-model from the rank that trains it."""
         for owner, member in enumerate(self.current if self.trainer.world_size > 1 else ()):
             for tensor in self.members[member].state_dict().values():
                 torch.distributed.broadcast(tensor, owner)

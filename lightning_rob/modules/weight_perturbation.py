@@ -58,8 +58,6 @@ def _is_weight(name: str) -> bool:
 
 
 class _LossModule(nn.Module):
-    """A loss as a module, in which `functional_call` replaces the weights of the defense."""
-
     def __init__(self, defense: nn.Module, loss: Callable[..., Tensor]) -> None:
         super().__init__()
         self.defense = defense

@@ -228,7 +228,6 @@ def mix_channels(x: Tensor, matrix: tuple[tuple[float, ...], ...]) -> Tensor:
 
 
 def _clamp_except(x: Tensor, unclamped: tuple[int, ...], high: float) -> Tensor:
-    """Clamp all channels but the given ones to [0, high]."""
     channels = enumerate(x.unbind(1))
     return torch.stack([c if i in unclamped else clip(c, 0, high) for i, c in channels], 1)
 
@@ -321,7 +320,6 @@ def _sample_weights(x: Tensor, generator: Generator, *dropped: Tensor) -> Tensor
 
 
 def _grey(x: Tensor, weights: Tensor) -> Tensor:
-    """[B, 1, H, W] the weighted sum of the channels."""
     return (x * over_pixels(weights)).sum(1, keepdim=True)
 
 

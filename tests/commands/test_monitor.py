@@ -468,9 +468,8 @@ def test_what_cannot_be_evaluated_is_named_and_the_rest_goes_on(
         rewritten(start, place / name, change)
     changed(start, place / "nan.ckpt", lambda _, v: v * torch.nan if v.dim() else v, step=31)
     put("last.ckpt")
-    prom = watched / "rob.prom"
     with Receiver() as receiver:
-        options = ("--once", "--metrics_file", prom, "--notify", receiver.url)
+        options = ("--once", "--notify", receiver.url)
         assert monitor(trained, watched, *options) == 1
         receiver.shutdown()
     assert evaluated(watched) == [EPOCHS[0], "last.ckpt"]
@@ -487,7 +486,6 @@ def test_what_cannot_be_evaluated_is_named_and_the_rest_goes_on(
     assert capsys.readouterr().err.count("lightning-rob: alarm:") == len(names) == 8
     posts = [post["checkpoint"] for post in receiver.posts if post["kind"] == "alarm"]
     assert sorted(posts) == sorted(f"checkpoints/{name}" for name in names)
-    assert re.search(r"^lightning_rob_broken_total\S* 8.0$", prom.read_text(), re.M)
     before = lines(watched)
     assert monitor(trained, watched, "--once") == 0
     assert [line["event"] for line in lines(watched)[len(before) :]] == ["ended"]
@@ -747,8 +745,6 @@ BAD = {
     "--reevaluate must be above 0": [".", "--reevaluate=0"],
     "--serve must be in 0 … 65535, got 70000": [".", "--serve=70000"],
     "--serve_host is for --serve": [".", "--serve_host=0.0.0.0"],
-    "--template is for --serve": [".", "--template=x"],
-    "--metrics_file must name a FILE.prom": [".", "--metrics-file=x.txt"],
     "needs --out FOLDER": ["memory://bucket/run"],
     "user info": ["s3://key:hidden@bucket/run", "--out=x"],
     "is a chain of URLs": ["simplecache::s3://key:hidden@bucket/run", "--out=x"],

@@ -11,7 +11,6 @@ from lightning_rob.commands.monitor import MonitorConfig
 from lightning_rob.commands.monitor.history import History, timestamp
 from lightning_rob.commands.monitor.page import Snapshot, ago, checkpoints, curve, newest_group
 from lightning_rob.commands.monitor.publish import Publisher
-from lightning_rob.runtime.errors import InputError
 from tests.commands.test_notify import evaluation
 from tests.commands.test_report import HOSTILE, Page
 
@@ -160,25 +159,3 @@ def test_models_of_one_file_are_in_the_order_of_their_evaluations(tmp_path):
             rows = list(checkpoints(history))
         assert [row["step"] for row in rows] == order
         assert curve(rows, "worst") == [(0, 150), (600, 150)]
-
-
-def test_a_template_of_the_user_takes_the_place_of_ours(served, tmp_path):
-    place = tmp_path / "mine.html"
-
-    def shown(text):
-        place.write_text(text)
-        publisher = Publisher(MonitorConfig(tmp_path, serve=0, template=place))
-        publisher.snapshots = served.snapshots
-        with closing(publisher):
-            return fetched(publisher)[1]
-
-    html = shown("{% for run in runs %}<b>{{ run.alarm.alarm[0] }}</b>{% endfor %}")
-    assert html == "<b>bad</b>"
-    block = "{% block alarms %}<b>{{ run.short }}</b>{% endblock %}"
-    html = shown(f'{{% extends "page.html" %}}{block}')
-    assert "<b>version_0</b>" in html
-    assert "Alarms and recoveries" not in html
-    assert "Checkpoint by checkpoint" in html
-    place.write_text("{% for %}")
-    with pytest.raises(InputError, match=f"the template {place} cannot be used: Expected"):
-        Publisher(MonitorConfig(tmp_path, serve=0, template=place))

@@ -341,8 +341,6 @@ def test_errors_are_one_line(tmp_path, whole, capsys):
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "no records in" in fails(capsys, empty)
-    (empty / "robust.jsonl").write_text(json.dumps(line("pgd", 0.5) | {"schema": 2}) + "\n")
-    assert "have schema 2, this version reads 1" in fails(capsys, empty)
     assert "there is no folder" in fails(capsys, tmp_path / "nowhere")
     assert f"such as {whole}" in fails(capsys, whole / "robust.jsonl")
     assert "ends in .html" in fails(capsys, whole, "--out", tmp_path / "x.pdf")
@@ -360,17 +358,6 @@ def test_files_go_to_the_run_or_here(tmp_path, whole, monkeypatch, capsys):
     told = capsys.readouterr()
     assert "Wrote report.md" in told.out
     assert f"Nothing is recorded in {empty}" in told.err
-
-
-def test_a_template_of_the_user_overrides_a_block(whole, capsys):
-    template = whole / "mine.html"
-    template.write_text('{% extends "page.html" %}{% block style %}p { color: red }{% endblock %}')
-    main(["report", str(whole), "--template", str(template)])
-    html = (whole / "report.html").read_text()
-    assert "p { color: red }" in html and "61.2%" in html
-    assert "--ink" not in html.partition("<body>")[0]
-    template.write_text("{% for %}")
-    assert "cannot be used" in fails(capsys, whole, "--template", template)
 
 
 def test_no_torch_is_needed(whole):

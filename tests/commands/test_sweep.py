@@ -22,8 +22,7 @@ from lightning_rob.commands.checkpoints import load_weights, read_checkpoint
 from lightning_rob.commands.sweep import SweepConfig
 from lightning_rob.commands.sweep.study import (
     ResultCache,
-    with_members,
-    with_probability,
+    changed,
     with_value,
 )
 from lightning_rob.commands.sweep.table import SweepTable
@@ -352,12 +351,12 @@ def test_counts_are_changed_in_all_parts_of_an_attack():
 def test_members_without_a_share_get_equal_ones():
     nets = [TinyNet(), TinyNet(), TinyNet()]
     alone = Ensemble(nets, [1.0, 0, 0])
-    assert with_probability(alone, 0.5).weights.tolist() == [0.5, 0.25, 0.25]
+    assert changed(alone, "probability", 0.5).weights.tolist() == [0.5, 0.25, 0.25]
     defense = Ensemble(nets, [0.6, 0.1, 0.3])
-    assert fingerprint(with_probability(defense, 0.6)) == fingerprint(defense)
-    two = with_members(defense, 2)
+    assert fingerprint(changed(defense, "probability", 0.6)) == fingerprint(defense)
+    two = changed(defense, "members", 2)
     assert two.rule is defense.rule
-    assert len({fingerprint(d) for d in (defense, two, alone, with_members(alone, 1))}) == 4
+    assert len({fingerprint(d) for d in (defense, two, alone, changed(alone, "members", 1))}) == 4
 
 
 def test_lists_of_values():

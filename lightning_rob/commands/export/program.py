@@ -167,7 +167,6 @@ def is_randomized(defense: Defense, images: Tensor) -> bool:
 
 
 def _card(net: KeyedDefense, inputs: Inputs) -> dict[str, Any]:
-    """Describe the program: inputs, outputs, defense, and what it was compared on."""
     defense, images = net.defense, inputs[0]
     with torch.no_grad():
         classes = net(*(part[:1] for part in inputs)).shape[1]

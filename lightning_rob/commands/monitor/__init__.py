@@ -1,7 +1,6 @@
 """`lightning-rob monitor`: follow the checkpoints of a run, or a deployed one."""
 
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
 
@@ -36,8 +35,6 @@ class MonitorConfig(CommandConfig):
         notify: POST alarms and recoveries to this URL; slack://… by apprise
         serve: page, /metrics for Prometheus and /healthz at this port of localhost, such as 9108
         serve_host: address of that port
-        template: Jinja template of the page, else the shipped one
-        metrics_file: write the metrics to FILE.prom, for node exporter
         reevaluate: evaluate the newest checkpoint again after N hours
         stop_at_alarm: end with the first alarm, of any model
         every: seconds between two looks into the folder
@@ -59,8 +56,6 @@ class MonitorConfig(CommandConfig):
     notify: list[str] | None = field(default=None, repr=False)  # some URLs are secrets
     serve: int | None = None
     serve_host: str = LOCAL
-    template: Path | None = None
-    metrics_file: Path | None = None
     reevaluate: float | None = None
     stop_at_alarm: bool = False
     every: float = 30.0
@@ -78,22 +73,12 @@ class MonitorConfig(CommandConfig):
                 raise ValueError(f"--{name} must be above 0, got {time:g}")
         _ = self.level, self.minima  # raise errors before anything is built
         check_destinations(self.notify or ())
-        self._check_server()
-
-    def _check_server(self) -> None:
-        """Refuse a page that cannot be served, and metrics that cannot be written."""
-        for name in ("serve_host", "template"):
-            if self.serve is None and getattr(self, name) not in (LOCAL, None):
-                raise ValueError(f"--{name} is for --serve, which is not given")
+        if self.serve is None and self.serve_host != LOCAL:
+            raise ValueError("--serve_host is for --serve, which is not given")
         if self.serve is not None and not 0 <= self.serve < 65536:
             raise ValueError(f"--serve must be in 0 … 65535, got {self.serve}")
-        if self.metrics_file and self.metrics_file.suffix != ".prom":
-            raise ValueError(f"--metrics_file must name a FILE.prom, got {self.metrics_file}")
-        if self.metrics_file and find_spec("prometheus_client") is None:
-            raise ValueError("metrics need a package: pip install 'lightning-rob[prometheus]'")
 
     def _check_run(self) -> None:
-        """Refuse a run that cannot be watched."""
         if self.models:
             if self.run or self.label or self.out:
                 raise ValueError("--models names each run, label and out: leave out those options")

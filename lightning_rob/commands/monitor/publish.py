@@ -18,7 +18,6 @@ from lightning_rob.commands.monitor import MonitorConfig
 from lightning_rob.commands.monitor.display import warn
 from lightning_rob.commands.monitor.history import timestamp
 from lightning_rob.commands.monitor.page import TEMPLATES, Snapshot, view
-from lightning_rob.commands.report.blocks import page_template
 from lightning_rob.runtime.errors import InputError
 
 LIFE = 3600.0  # /healthz fails after as many seconds, and --every, without a look into the folder
@@ -40,7 +39,7 @@ Response = tuple[int, Mapping[str, str], bytes]  # status, headers, content
 
 
 class Publisher:
-    """Publishes snapshots over HTTP and as a file, where the options ask for it."""
+    """Publishes snapshots over HTTP, if the options ask for it."""
 
     def __init__(self, config: MonitorConfig) -> None:
         self.looked_at, self.limit = time.monotonic(), LIFE + config.every
@@ -51,18 +50,14 @@ class Publisher:
         if find_spec("prometheus_client"):
             from lightning_rob.commands.monitor.metrics import Metrics  # the package is an extra
 
-            self.metrics = Metrics(self.snapshots, config.metrics_file)
+            self.metrics = Metrics(self.snapshots)
         if config.serve is not None:
-            self.template = page_template(TEMPLATES, config.template)
             self.server = Server(config.serve_host, config.serve, self)
-        self.wanted = bool(self.server or config.metrics_file)
 
     def update(self, run: str, snapshot: Snapshot) -> None:
         """Publish the state of a source, which was looked at now."""
         self.looked_at = time.monotonic()
         self.snapshots[run] = snapshot
-        if self.metrics:
-            self.metrics.write()
 
     def close(self) -> None:
         """End the server."""
@@ -90,7 +85,7 @@ class Publisher:
             asked = ""
         if self.local and not is_local(asked):
             return 403, {}, b"open this page as localhost, or give its address to --serve_host\n"
-        text = self.template.render(
+        text = TEMPLATES.get_template("page.html").render(
             runs=[view(name, snapshot) for name, snapshot in list(self.snapshots.items())],
             held=path == HELD,
             healthy=healthy,
@@ -128,8 +123,6 @@ class Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Serves one request, and ends a connection that stays silent."""
-
     timeout = 10.0
     server: Server
     server_version, sys_version = "lightning-rob", ""

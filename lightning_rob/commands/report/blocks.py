@@ -13,14 +13,12 @@ from jinja2 import (
     Environment,
     FileSystemLoader,
     StrictUndefined,
-    Template,
-    TemplateError,
     select_autoescape,
 )
 from markupsafe import Markup
 from PIL import Image
 
-from lightning_rob.runtime.errors import InputError, visible
+from lightning_rob.runtime.errors import visible
 
 NONE = "\N{EN DASH}"
 WHOLE = "full_defense"  # the target that is the complete defense
@@ -223,16 +221,6 @@ TEMPLATES.filters["points"] = lambda points: " ".join(f"{x:.1f},{y:.1f}" for x, 
 # The templates ask for the class of a block by its name: {% if block is Heading %}.
 for each in get_args(Block):
     TEMPLATES.tests[each.__name__] = lambda block, kind=each: isinstance(block, kind)
-
-
-def page_template(environment: Environment, path: Path | None) -> Template:
-    """Return `page.html` of an environment, or a template of the user, which may extend it."""
-    if path is None:
-        return environment.get_template("page.html")
-    try:
-        return environment.from_string(path.read_text("utf-8"))
-    except (OSError, ValueError, TemplateError) as error:
-        raise InputError(f"the template {path} cannot be used: {error}") from error
 
 
 def html(blocks: Iterable[Block]) -> Markup:

@@ -166,13 +166,6 @@ def find_runs(paths: Sequence[str | Path]) -> list[Run]:
             runs.append(run)
     if not runs:
         searched = ", ".join(map(str, paths))
-        files = [file for folder in folders.values() for file in folder.glob("*.jsonl")]
-        schemas = {str(fields.get("schema")) for file in files for fields in read_json_lines(file)}
-        if others := sorted(schemas - {str(SCHEMA), "None"}):
-            raise ValueError(
-                f"the records in {searched} have schema {', '.join(others)}, "
-                f"this version reads {SCHEMA}"
-            )
         raise ValueError(
             f"no records in {searched}: RobustEval writes robust.jsonl to the folder of a run"
         )
@@ -235,6 +228,5 @@ def _audit(path: Path) -> Fields:
 
 
 def _last(records: Iterable[Fields], *names: str) -> list[Fields]:
-    """Return the last record for each value of these fields, from the test if there was one."""
     last = {tuple(str(fields.get(key)) for key in ("stage", *names)): fields for fields in records}
     return [f for f in last.values() if f.get("stage") == "test"] or list(last.values())

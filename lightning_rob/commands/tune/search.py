@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from lightning_rob.commands.base import Run, quiet_lightning, write_config
 from lightning_rob.commands.specs import class_name
 from lightning_rob.commands.tune import TuneConfig
 from lightning_rob.commands.tune.space import Point, Space, replaced
-from lightning_rob.commands.tune.study import Record, Search, Study, Trial, read_trials
+from lightning_rob.commands.tune.study import Record, Search, Study, Trial
 from lightning_rob.plots import convergence, save
 from lightning_rob.randomness import derive_seed
 from lightning_rob.recipes.safe_yaml import load_file
@@ -55,8 +55,7 @@ def run(config: TuneConfig, run: Run, build: Build) -> Path | None:
     given = {name: value for name in BUDGET if (value := getattr(config, name)) is not None}
     budget = replace(space.budget, **given)
     replaced(run.recipe, space.trial)  # fail for an unknown key before anything is built
-    earlier = _earlier_trials(config.warm_start or [], space, run.recipe)
-    search = Search(space, own, budget, config.seed, earlier)
+    search = Search(space, own, budget, config.seed)
     bounds = {key: str(bound) for key, bound in space.variables.items()}
     parts = [bounds, space.objective, space.trial, str(space.prune)]
     key = cache_key(recipe=run.recipe, space=parts, seed=config.seed)
@@ -79,31 +78,6 @@ def run(config: TuneConfig, run: Run, build: Build) -> Path | None:
         study.run()
     path = write_outcome(study, run, out)
     return path if config.then_fit else None
-
-
-def _earlier_trials(
-    files: Sequence[Path], space: Space, recipe: dict[str, Any]
-) -> list[tuple[Point, float]]:
-    """Return the trials of other studies that are points of this space, with their objectives."""
-    found, total = [], 0
-    for path in files:
-        trials = [trial for _, trial in read_trials(path)]
-        if not trials:
-            raise ValueError(f"--warm_start: there are no trials in {path}")
-        total += len(trials)
-        for trial in trials:
-            if trial.objective is None:
-                continue
-            trained = {}
-            if trial.values.keys() != space.variables.keys():
-                file = path.parent / "trials" / f"{trial.number:04}" / "config.yaml"
-                trained = load_file(file, "the recipe of a trial")
-            point = space.point(trial.values, trained, recipe)
-            if point and space.contains(point):
-                found.append((point, trial.objective))
-    if files:
-        print(f"Warm start: {len(found)} of {total} trials are points of this space")
-    return found
 
 
 @dataclass(frozen=True)
