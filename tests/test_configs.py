@@ -554,11 +554,6 @@ def test_the_first_member_is_attacked_as_the_ensemble_is():
     assert list(first["attacks"].values()) == list(whole.values())
 
 
-def test_no_yaml_drops_callbacks():
-    for file in [*(ROOT / "configs").rglob("*.yaml"), *PLUGINS]:
-        assert "callbacks:" not in file.read_text()
-
-
 def test_every_file_is_a_recipe_a_mix_in_or_a_search_space():
     mix_ins = {path.stem for path in (ROOT / "configs/mixins").iterdir()}
     assert mix_ins == {*MIX_INS, *(path.stem for path in GROUPS)} | HAVE_TESTS_OF_THEIR_OWN

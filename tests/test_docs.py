@@ -42,12 +42,6 @@ def test_links_lead_somewhere():
             assert not anchor or anchor in anchors(target), f"{name}: no #{anchor} in {target.name}"
 
 
-def test_readme_is_a_screen_with_a_picture_of_this_repository():
-    text = PAGES["README.md"].read_text()
-    assert text.count("\n") <= 60
-    assert len(re.findall(r"!\[.*\]\(docs/images/.*\)", text)) == 1
-
-
 def test_every_kind_of_defense_has_its_plug_in_on_the_page():
     table = PAGES["which_attack.md"].read_text()
     for plug_in in RECIPES.values():

@@ -177,9 +177,3 @@ def test_normal_by_hand():
 def test_as_many_streams_as_images(make):
     with pytest.raises(ValueError, match="3 random streams for 2 images"):
         make(torch.zeros(2, 1), 4, generator=streams(0, 1, 2))
-
-
-def test_other_keys_other_noise():
-    worlds = [streams(0, 1, keys=keys).uniform((3,)) for keys in [(), (0,), (1,), (0, 1), (1, 0)]]
-    numbers = torch.cat(worlds).flatten().tolist()
-    assert len(set(numbers)) == len(numbers)

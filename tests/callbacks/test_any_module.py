@@ -239,17 +239,6 @@ def test_several_data_loaders(capsys):
         evaluated(RobustEval(ATTACKS), loaders=loaders)
 
 
-def test_a_module_with_an_ensemble_as_its_defense():
-    class Ours(Classifier):
-        def __init__(self):
-            super().__init__()
-            self.defense = Ensemble([self.net, TinyNet()])
-
-    matrix, audit = TransferMatrixEval(ATTACKS), RobustAudit(THREAT, 2, 10, max_images=8)
-    (logged,) = trainer(matrix, audit).test(Ours(), DataLoader(DATA, 7), verbose=False)
-    assert {"test/member_2/pgd", "test/audit/worst", "test/audit/flags"} <= set(logged)
-
-
 @pytest.mark.parametrize(
     ("precision", "dtype"),
     [("64-true", torch.float64), ("bf16-true", torch.float32), ("16-true", torch.float32)],

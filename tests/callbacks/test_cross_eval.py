@@ -100,12 +100,6 @@ def test_noise_is_keyed_by_image_and_seed(ensemble):
     assert found[0] == found[1] == found[2] != found[3]
 
 
-def test_single_network_is_an_ensemble_of_one(ensemble):
-    cross = TransferMatrixEval({"a": PLAIN})
-    study(Single(ensemble.classifiers[0]), cross)
-    assert torch.tensor(matrix(cross, "a")).shape == (1, 1)
-
-
 def test_table_of_members(ensemble, capsys):
     cross = TransferMatrixEval({"first": PLAIN}, max_images=20)
     study(ensemble, cross)

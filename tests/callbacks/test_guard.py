@@ -1,6 +1,5 @@
 """Nothing that is not finite gets into weights, checkpoints or figures; signals are heeded."""
 
-import io
 import os
 import signal
 
@@ -204,19 +203,6 @@ def test_a_signal_that_comes_too_late_to_stop_anything_still_tells():
         stop.defer = lambda: True
         os.kill(os.getpid(), signal.SIGTERM)
     assert exit_.value.code == 143
-
-
-def test_a_signal_while_the_line_is_written_adds_no_second_one(monkeypatch):
-    class Interrupted(io.StringIO):
-        def write(self, text):
-            super().write(text)
-            stop(signal.SIGTERM, None)
-
-    monkeypatch.setattr("sys.stderr", written := Interrupted())
-    with pytest.raises(SystemExit) as exit_, handle_signals():
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert exit_.value.code == 143
-    assert written.getvalue() == "lightning-rob: stopped by SIGTERM\n"
 
 
 def test_signals_while_the_run_ends_leave_no_handler_behind(monkeypatch):

@@ -10,9 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lightning_rob.attacks import ARC, PGD, OnMember, Strongest
 from lightning_rob.callbacks import RobustEval, base
 from lightning_rob.callbacks.image_grid import image_grid
-from lightning_rob.defenses import Defense, Single, first_member
-from lightning_rob.defenses.copies import original
-from lightning_rob.evaluation import evaluate
+from lightning_rob.defenses import Defense, first_member
 from lightning_rob.metrics import student
 from lightning_rob.modules import AdversarialTraining
 from lightning_rob.randomness import uniform
@@ -45,36 +43,6 @@ def test_robust_accuracy_is_that_of_the_attack_by_hand():
     clean = (module.defense(x).argmax(1) == y).float().mean().item()
     assert logged["test/acc"] == pytest.approx(clean)
     assert clean > logged["test/robust/pgd"]
-
-
-class Reader(TinyNet):
-    """Reads the network of which it is a copy whenever an attack or a prediction calls it."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = Shared()
-
-    def forward(self, x):
-        own = original(self)
-        weights = {name: value.clone() for name, value in own.state_dict().items()}
-        grads = {weight.requires_grad for weight in own.parameters()}
-        self.seen.append((own is self, weights, grads, {part.training for part in own.modules()}))
-        return super().forward(x)
-
-
-def test_a_reader_amid_an_attack_sees_the_network_as_it_is():
-    """As a signal handler that saves a checkpoint: no folded or frozen weights, no eval mode."""
-    net = Reader()
-    before = {name: value.clone() for name, value in net.state_dict().items()}
-    x, y = torch.rand(20, 3, 8, 8), torch.randint(4, (20,))
-    evaluate(net, {"pgd": ATTACK, "arc": ARC(THREAT, 2, 16 / 255)}, [(x, y)], progress=False)
-    ATTACK(Single(net), x, y)
-    assert len(net.seen) > 10
-    for itself, weights, grads, modes in net.seen:
-        assert not itself
-        assert weights.keys() == before.keys()
-        assert all(torch.equal(weights[name], value) for name, value in before.items())
-        assert grads == {True} and modes == {True}
 
 
 def test_findings_and_blindness_are_logged_once():

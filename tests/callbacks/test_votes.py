@@ -137,19 +137,6 @@ def test_dissimilarity_is_that_of_the_perturbation(ensemble):
     assert 0.1 < by_name["pgd"] <= 0.2 * (1 + 1e-5)
 
 
-class NonFinite(TinyNet):
-    """Its logits are not finite."""
-
-    def forward(self, x):
-        return super().forward(x) * torch.nan
-
-
-def test_logits_that_are_not_finite_are_no_success_of_an_attack():
-    mixed = TransformEnsemble([*nets(1), NonFinite().eval()], ["clean", "rotate_90"])
-    with pytest.raises(ValueError, match="logits are not numbers on 33 of 33 images"):
-        study(mixed, VotingRuleEval({"pgd": WEAK}, attacked=["clean"]))
-
-
 def test_a_defense_that_adapts_is_refused():
     net = torch.nn.Sequential(torch.nn.BatchNorm2d(3), torch.nn.Flatten(), torch.nn.Linear(192, 4))
     with pytest.raises(TypeError, match="DENT adapts to the test batch"):

@@ -92,15 +92,6 @@ def test_every_option_of_the_short_page_exists(pages, capsys):
     assert [name for name in short if name not in whole and name not in outside] == []
 
 
-@pytest.mark.parametrize("command", ["sweep", "tune"])
-def test_the_whole_page_of_a_command_needs_no_options(capsys, command):
-    with pytest.raises(SystemExit) as end:
-        main([command, "--help", "all"])
-    assert not end.value.code
-    whole = capsys.readouterr().out
-    assert all(f"--{field.name}" in whole for field in fields(config_of(command)))
-
-
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c not in OF_LIGHTNING])
 def test_a_generated_page_lists_every_option_with_a_description(pages, command):
     """Positional arguments come before the options."""

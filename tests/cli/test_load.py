@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from lightning.pytorch import LightningDataModule, Trainer
 from torch.utils.data import DataLoader
 
@@ -157,12 +156,6 @@ def test_any_trainer_takes_plug_ins_from_the_environment(monkeypatch):
     if any(isinstance(c, RobustEval) for c in names):  # installed with this entry point
         (logged,) = Trainer(accelerator="cpu", **quiet).test(Classifier(), DataLoader(DATA, 20))
         assert "test/robust/arc" in logged
-
-
-def test_the_recipe_of_a_foreign_run_names_both(foreign):
-    content = yaml.safe_load((foreign / "config.yaml").read_text())
-    assert content["model"]["class_path"].endswith("Classifier")
-    assert content["data"]["class_path"].endswith("OwnImages")
 
 
 def test_a_trainer_of_pytorch_lightning_is_told_that_plug_ins_are_not_for_it(monkeypatch):

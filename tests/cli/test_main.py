@@ -1,19 +1,14 @@
 """The command line as a user meets it."""
 
 import re
-import sys
-import warnings
 
-import jsonargparse
 import pytest
 import torch
 import yaml
 
-from lightning_rob.cli import main
 from lightning_rob.cli.checkpoints import SafeCheckpointIO
 from lightning_rob.cli.lightning_cli import RobustCLI
 from lightning_rob.cli.options import OF_RUN, read_command_line
-from lightning_rob.recipes import safe_yaml
 from lightning_rob.runtime import files
 from tests.tiny import (
     arc,
@@ -48,11 +43,6 @@ def fails(capsys, *args) -> str:
     assert len(lines) == 1
     assert len(lines[0]) < 400
     return lines[0]
-
-
-def test_version(capsys):
-    main(["--version"])
-    assert re.fullmatch(r"lightning-rob \d+\.\d+\.\d+\n", capsys.readouterr().out)
 
 
 def test_fit_logs_every_epoch_and_test_comes_last(trained):
@@ -186,34 +176,11 @@ def test_predict_writes_class_probabilities(trained, tmp_path, monkeypatch):
     assert torch.equal(table[:, 1], table[:, 2:].argmax(1).float())
 
 
-def test_a_terminal_shows_at_once_that_the_command_runs(tmp_path, capsys, monkeypatch):
-    started = []
-    monkeypatch.setattr("lightning_rob.cli.commands.run_command", started.append)
-    args = ("fit", "--config", recipe(tmp_path))
-    run(*args)
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    run(*args)
-    assert capsys.readouterr().err == "lightning-rob fit: loading PyTorch …\n"
-    assert len(started) == 2
-
-
 def test_lengths_may_be_fractions_on_the_command_line(tmp_path):
     args = ["--model.attack.threat.eps=4/255", "--model.attack.step_size", "1/255"]
     built = RobustCLI(["--config", str(recipe(tmp_path)), *args], run=False)
     assert built.model.attack.threat.eps == 4 / 255
     assert built.model.attack.step_size == 1 / 255
-
-
-def test_a_test_leaves_out_what_does_not_concern_it(trained, tmp_path, monkeypatch, caplog):
-    """Advertisements of Lightning, and a warning of its ModelCheckpoint that matters to a fit."""
-    monkeypatch.chdir(tmp_path)
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        run("test", trained / CKPT, "--trainer.logger=CSVLogger", "--trainer.logger.save_dir=other")
-    assert not [one for one in found if "dirpath" in str(one.message)]
-    assert "GPU available" in caplog.text
-    assert "Tip" not in caplog.text
 
 
 def test_a_checkpoint_is_read_once(trained, tmp_path, monkeypatch, capsys):
@@ -237,21 +204,6 @@ def test_a_checkpoint_that_changes_after_its_recipe_was_read_is_read_again(tmp_p
             assert reader.peek(str(path))["epoch"] == 0
     assert reader.load_checkpoint(path)["epoch"] == 1
     assert reader.loaded == {"epoch": 1}
-
-
-def test_a_configuration_file_is_parsed_once_and_the_loader_is_restored(tmp_path, monkeypatch):
-    texts, loader = [], jsonargparse.get_loader("yaml")
-
-    class Counted(safe_yaml.Loader):
-        def __init__(self, text):
-            texts.append(text)
-            super().__init__(text)
-
-    monkeypatch.setattr(safe_yaml, "Loader", Counted)
-    file = recipe(tmp_path)
-    RobustCLI(["--config", str(file), "--trainer.logger=false"], run=False)
-    assert texts.count(file.read_text()) == 1
-    assert jsonargparse.get_loader("yaml") is loader
 
 
 def test_a_refused_fit_leaves_no_folder(tmp_path, capsys):

@@ -22,7 +22,7 @@ from lightning_rob.defenses import (
 )
 from lightning_rob.randomness import Streams
 from lightning_rob.rules import majority, mean_probs, random_member
-from lightning_rob.transforms import Affine, ColorJitter, GaussianNoise, HorizontalFlip
+from lightning_rob.transforms import GaussianNoise, HorizontalFlip
 from tests.tiny import Blobs, TinyNet, recipe, run
 
 SEED = 5
@@ -209,13 +209,6 @@ def test_what_is_no_program_is_refused(x, tmp_path):
         export(behind("clean", "denoise_tv_chambolle"), tmp_path / "x.pt2", x)
 
 
-@pytest.mark.slow
-def test_transforms_that_choose_by_value_have_a_program_too(x, keys, tmp_path):
-    kinds = [GaussianNoise(0.1), Affine(), HorizontalFlip(p=0.5), ColorJitter()]
-    defense = RandomTransforms(nets(1)[0], kinds, size=3, draws=4, rule=majority)
-    assert export(defense, tmp_path / "x.pt2", x, keys)["largest_difference"] <= 1e-5
-
-
 def test_invalid_options():
     program = {"out": Path("x.pt2")}
     for options, message in (
@@ -243,17 +236,3 @@ def test_the_command_exports_a_checkpoint(tmp_path, capsys, monkeypatch):
     predicted = torch.tensor([[float(cell) for cell in row.split(",")[2:]] for row in rows])
     images = torch.stack([image for image, _ in Blobs().source(train=False)])
     torch.testing.assert_close(torch.export.load(str(out)).module()(images), predicted)
-
-
-def test_options_from_a_file(tmp_path, capsys):
-    """Beside the recipe's keys; `--print_config` shows both."""
-    file = tmp_path / "export.yaml"
-    file.write_text("out: defense.txt\nimages: 8\n")
-    args = ["export", "--config", recipe(tmp_path), "--config", file]
-    with pytest.raises(SystemExit) as end:
-        run(*args, "--print_config")
-    assert not end.value.code
-    assert "images: 8" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        run(*args)
-    assert "--out must name a file.pt2 or file.onnx, got 'defense.txt'" in capsys.readouterr().err

@@ -1,17 +1,13 @@
 """Metrics of the monitor, read by the parsers of prometheus_client, and docs/deploy."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 import time
 from configparser import RawConfigParser
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
-import torch
 import yaml
 
 from lightning_rob.cli.options import read_command_line
@@ -20,7 +16,6 @@ from lightning_rob.commands.monitor.history import History, timestamp
 from lightning_rob.commands.monitor.page import Snapshot, newest_group
 from lightning_rob.commands.monitor.publish import Publisher
 from lightning_rob.runtime.errors import InputError
-from tests.commands.test_compare import record
 from tests.commands.test_notify import evaluation
 from tests.tiny import ROOT
 
@@ -131,23 +126,3 @@ def test_dashboard_and_rules_name_metrics_that_exist(published):
     names = set(re.findall(r"lightning_rob_\w+", " ".join(asked)))
     assert len(names) > 10
     assert names <= set(re.findall(r"^(lightning_rob_\w+)", get(published, "/metrics"), re.M))
-
-
-@pytest.mark.slow
-def test_the_action_fails_and_writes_a_summary(tmp_path):
-    steps = yaml.safe_load((DEPLOY / "action.yml").read_text())["runs"]["steps"]
-    yaml.safe_load((DEPLOY / "workflow.yaml").read_text())
-    old = record(tmp_path / "old.csv", {"clean": torch.ones(20), "x": torch.ones(20)})
-    new = record(tmp_path / "new.csv", {"clean": torch.ones(20), "x": torch.zeros(20)})
-    program = tmp_path / "bin/lightning-rob"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m lightning_rob "$@"\n')
-    program.chmod(0o755)
-    env = {"BASELINE": str(old), "RECORD": str(new), "LIMIT": "0.02"}
-    env |= {"GITHUB_STEP_SUMMARY": str(tmp_path / "summary"), "PYTHONPATH": str(ROOT)}
-    env |= {"PATH": f"{program.parent}:{os.environ['PATH']}"}
-    bash = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", steps[1]["run"]]
-    done = subprocess.run(bash, env=os.environ | env, capture_output=True, text=True)
-    assert done.returncode == 1, done.stderr
-    assert "| x | 100.0% |" in (tmp_path / "summary").read_text()
-    assert (tmp_path / "compare.xml").read_text().count("<failure") == 2

@@ -1,23 +1,17 @@
 """The command `monitor`: no checkpoint twice, none missed, the images by name, alarms."""
 
 import csv
-import hashlib
 import json
 import os
 import re
 import resource
 import shutil
 import signal
-import socket
-import threading
 import time
-from collections import Counter
-from contextlib import closing, redirect_stderr, redirect_stdout, suppress
+from contextlib import closing, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from io import StringIO
-from itertools import pairwise
 from pathlib import Path
-from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -29,7 +23,6 @@ from scipy.stats import binomtest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_rob.attacks import ARC, PGD
-from lightning_rob.cli.commands import model_overrides
 from lightning_rob.cli.lightning_cli import RobustCLI
 from lightning_rob.commands.checkpoints import load_weights, read_checkpoint
 from lightning_rob.commands.monitor import MonitorConfig, folder, loop
@@ -45,12 +38,11 @@ from lightning_rob.commands.monitor.loop import Watched
 from lightning_rob.commands.monitor.source import LocalFolder
 from lightning_rob.commands.monitor.suite import Suite
 from lightning_rob.commands.report import report
-from lightning_rob.commands.scores import ScoreFiles
 from lightning_rob.metrics import holm, robust_accuracy
 from lightning_rob.threat import Threat
 from tests.commands.test_notify import Receiver, code_of, evaluation, forked
 from tests.schema import checked
-from tests.tiny import ROOT, TinyNet, arc, pgd, recipe, robust_eval, run
+from tests.tiny import TinyNet, arc, pgd, recipe, robust_eval, run
 
 THREAT = Threat("linf", 16 / 255)
 ATTACKS = (PGD(THREAT, 3, 8 / 255, random_start=False), ARC(THREAT, 3, 16 / 255))
@@ -686,55 +678,6 @@ def test_a_logger_that_fails_takes_no_figures_from_the_others(tmp_path, capsys):
     assert "hidden" not in error
 
 
-@pytest.fixture
-def paged(trained, watched, put):
-    """The pages that a browser read while a monitor ran, which notified a receiver."""
-    put(EPOCHS[0])
-    put(EPOCHS[1])
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    pages, over = [""], watched / "over"
-
-    def read():
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and "Checkpoint by checkpoint" not in pages[-1]:
-            with suppress(OSError), urlopen(f"http://127.0.0.1:{port}/", timeout=10) as reply:
-                pages.append(reply.read().decode())
-            time.sleep(0.05)
-        over.touch()
-
-    browser = threading.Thread(target=read)
-    browser.start()
-    options = (f"--serve={port}", "--alarm=robust/worst=0.999", f"--until={over}", "--every=0.1")
-    with Receiver() as receiver:
-        assert monitor(trained, watched, *options, "--notify", receiver.url) == 1
-        receiver.shutdown()
-    browser.join()
-    return pages
-
-
-def test_its_page_shows_the_figures_and_each_field_of_the_evidence_is_in_a_record(watched, paged):
-    html = paged[-1]
-    worst = next(line for line in lines(watched) if line.get("name") == "worst")
-    low, high = worst["interval"]
-    assert f"<strong>{worst['accuracy']:.1%}</strong> <small>{low:.1%} … {high:.1%}</small>" in html
-    assert "<strong>ALARM</strong>" in html
-    assert f"robust/worst is {worst['accuracy']:.2%}, below 99.9%" in html
-    text = (ROOT / "docs/evidence.md").read_text()
-    rows = re.findall(r"^\| [^|]*\? \| (.*) \|$", text, re.M)
-    named = {name for row in rows for name in re.findall(r"`([\w.]+)`", row)}
-    # Names that are no fields.
-    known = {"index", "scores", "worst", "seen", "broken", "missed", "notified", "ended"}
-    for line in lines(watched):
-        known |= set(line)
-        parts = {k: v for k, v in line.items() if isinstance(v, dict)}
-        parts["drops"], parts["threat"] = line.get("drops", [{}])[0], line.get("threat", {})
-        known |= {f"{name}.{part}" for name, fields in parts.items() for part in fields}
-        known |= {*parts["drops"], *line.get("change", {}), *parts["threat"].get("init_args", {})}
-    assert len(rows) == 14
-    assert named <= known, named - known
-
-
 BAD = {
     "say first which run": ["--once"],
     "no folder": ["nowhere", "--once"],
@@ -767,50 +710,6 @@ def test_bad_input_gets_one_line(reason, tmp_path, monkeypatch, capsys):
     (told,) = [line for line in error.splitlines() if "error:" in line]
     assert reason in told
     assert "hidden" not in error
-
-
-def test_options_that_change_the_model():
-    assert list(model_overrides([])) == []
-    assert list(model_overrides(["--model.draws=3", "--once"])) == [("--model.draws", "3")]
-
-
-def test_each_checkpoint_is_read_and_hashed_once_and_only_scores_that_are_compared(
-    trained, watched, put, monkeypatch
-):
-    files, counts, opened = [], [], Counter()
-    read, record = ScoreFiles.read, Watched.record
-    load, hashed = torch.load, hashlib.file_digest
-
-    def loaded(path, **options):
-        opened["load", Path(path).name] += 1
-        return load(path, **options)
-
-    def digested(file, kind):
-        opened["hash", Path(file.name).name] += 1
-        return hashed(file, kind)
-
-    def counted(self, line):
-        files.append(line)
-        return read(self, line)
-
-    def noted(self, *lines):
-        counts.extend([len(files)] if lines[-1]["event"] == "evaluated" else [])
-        record(self, *lines)
-
-    monkeypatch.setattr(ScoreFiles, "read", counted)
-    monkeypatch.setattr(Watched, "record", noted)
-    source = watched / "checkpoints" / EPOCHS[0]
-    put(EPOCHS[0])
-    for step in range(5, 11):
-        changed(source, source.with_name(f"{step}.ckpt"), lambda _, v, n=step: v + n * 1e-4, step)
-    monkeypatch.setattr(torch, "load", loaded)
-    monkeypatch.setattr(hashlib, "file_digest", digested)
-    assert watch(trained, watched, "--drop=0.5") in (0, 1)
-    assert len(counts) == 7
-    assert max(b - a for a, b in pairwise(counts)) <= 4  # a new file, twice the last, the best
-    del opened["load", "recipe.ckpt"]
-    assert len(opened) == 14
-    assert set(opened.values()) == {1}
 
 
 def test_a_single_file_is_compared_in_the_order_of_deployment(trained, watched, put, capsys):

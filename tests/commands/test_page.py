@@ -1,7 +1,6 @@
 """The monitor's page over HTTP: what it shows, and what it refuses."""
 
 import http.client
-import socket
 from contextlib import closing
 from urllib.request import urlopen
 
@@ -9,7 +8,7 @@ import pytest
 
 from lightning_rob.commands.monitor import MonitorConfig
 from lightning_rob.commands.monitor.history import History, timestamp
-from lightning_rob.commands.monitor.page import Snapshot, ago, checkpoints, curve, newest_group
+from lightning_rob.commands.monitor.page import Snapshot, ago, newest_group
 from lightning_rob.commands.monitor.publish import Publisher
 from tests.commands.test_notify import evaluation
 from tests.commands.test_report import HOSTILE, Page
@@ -111,18 +110,6 @@ def test_head_has_the_headers_of_get_and_no_body(served):
     assert (int(reply.headers["Content-Length"]) > 1000, body) == (True, b"")
 
 
-def test_a_client_that_goes_or_stays_silent_disturbs_none(served, capsys, monkeypatch):
-    monkeypatch.setattr("lightning_rob.commands.monitor.publish._Handler.timeout", 0.05)
-    address = ("127.0.0.1", served.server.server_port)
-    with socket.create_connection(address) as silent, socket.create_connection(address) as gone:
-        gone.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        gone.close()
-        silent.settimeout(10)
-        assert silent.recv(1) == b""
-    assert fetched(served)[1]
-    assert "Traceback" not in capsys.readouterr().err
-
-
 def test_it_shows_what_is_new_at_the_next_request(served):
     before = text_of(fetched(served)[1])
     served.snapshots[RUN].history.append(*event_of(3))
@@ -148,14 +135,3 @@ def test_several_models_have_a_section_each_and_an_overview(served, tmp_path):
 def test_time_spans():
     texts = {-1: "0 s", 119: "119 s", 120: "2 min", 7199: "119 min", 7200: "2 h", 172800: "2 days"}
     assert {seconds: ago(seconds) for seconds in texts} == texts
-
-
-def test_models_of_one_file_are_in_the_order_of_their_evaluations(tmp_path):
-    """Another training counts its steps anew."""
-    for positions, order in (((0, 1), [9, 3]), ((9, 3), [3, 9])):
-        with closing(History(tmp_path / str(order))) as history:
-            for step, position in zip((9, 3), positions, strict=True):
-                history.append(*event_of(step, position=position))
-            rows = list(checkpoints(history))
-        assert [row["step"] for row in rows] == order
-        assert curve(rows, "worst") == [(0, 150), (600, 150)]

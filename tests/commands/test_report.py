@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_rob.cli import main
-from lightning_rob.commands.report.blocks import NONE, Cell, html, markdown, table
+from lightning_rob.commands.report.blocks import NONE, html, markdown
 from lightning_rob.commands.report.runs import (
     Evaluations,
     attack_result,
@@ -316,18 +316,6 @@ def test_sweeps_matrices_and_pictures_are_shown(tmp_path, whole):
     assert "pgd (linf 8/255): accuracy on 40 test images" in text
 
 
-def test_a_folder_with_a_sweep_or_a_gallery_only(tmp_path):
-    points = [line("apgd", 0.5, value=value, variable="steps") for value in (8.0,)]
-    swept = folder(tmp_path / "sweep", points, "sweep.jsonl")
-    _, _, markdown = made(swept)
-    assert "> **Caution:**" not in markdown
-    assert ["8", "50.0% (46.9% … 53.3%)"] in rows(markdown)
-    drawn = folder(tmp_path / "drawn", [GALLERY], "gallery.jsonl")
-    save(heat_map(torch.eye(2), "ab", "ab"), drawn / "gallery.png")
-    page, _, _ = made(drawn)
-    assert page.tags.count("img") == 1
-
-
 def fails(capsys, *args):
     with pytest.raises(SystemExit) as exit_:
         main(["report", *map(str, args)])
@@ -397,11 +385,6 @@ def test_arguments_of_attacks_as_text():
     assert [short(value) for value in texts] == list(texts.values())
     assert short([1, [0.5]]) == "(1, (0.5))"
     assert short(LINF) == "Threat(norm=linf, eps=8/255, bounds=(0.0, 1.0), relative=False)"
-
-
-def test_a_table_of_unequal_rows_is_an_error():
-    with pytest.raises(ValueError):
-        table("x", ["a", "b"], [["1", "2", Cell("3")]])
 
 
 def test_what_an_earlier_process_tested_is_not_shown(tmp_path):

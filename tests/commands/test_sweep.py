@@ -25,7 +25,6 @@ from lightning_rob.commands.sweep.study import (
     changed,
     with_value,
 )
-from lightning_rob.commands.sweep.table import SweepTable
 from lightning_rob.commands.sweep.values import parse_values
 from lightning_rob.defenses import Ensemble, first_member
 from lightning_rob.evaluation import optimal_sampling
@@ -282,22 +281,6 @@ def test_scores_are_arrays_and_results_without_them_are_measured_anew(trained, t
     assert "(recorded)" in capsys.readouterr().out
 
 
-def test_each_checkpoint_has_a_folder_and_there_is_none_of_a_run(trained, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    content = torch.load(trained, weights_only=True)
-    name = next(key for key in content["state_dict"] if key.endswith("last.bias"))
-    content["state_dict"][name] = content["state_dict"][name] + 1e-6
-    other = tmp_path / "last.ckpt"
-    torch.save(content, other)
-    few = plugged([robust_eval({"apgd": PLAIN}, max_images=5)])
-    for path in (trained, other):
-        run("sweep", "--ckpt_path", path, "--over=steps", "--values=1", *few)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["last.ckpt", "sweeps"]
-    folders = sorted((tmp_path / "sweeps").iterdir())
-    assert len(folders) == 2
-    assert all(f.name.startswith("last_") and f.name.endswith("_steps") for f in folders)
-
-
 def test_markdown_figure_and_the_best_value(swept):
     folder, records, printed = swept("probability")
     found = accuracies(records)
@@ -316,27 +299,6 @@ def test_markdown_figure_and_the_best_value(swept):
     for part in ("lightning-rob sweep --ckpt_path", "images: 33", "Blobs", "torch 2", "20"):
         assert part in page
     assert (folder / "sweep.png").stat().st_size > 10_000
-
-
-def test_the_figure_draws_what_was_measured(swept):
-    folder, records, _ = swept("eps")
-    found, config = accuracies(records), SweepConfig("eps", CASES["eps"][0])
-    results = [point.result for point in ResultCache(folder).points.values()]
-    table = {
-        value: {r.name: r for r in results if r.details["value"] == value.number}
-        for value in config.points
-    }
-    drawn = SweepTable(config, table, {}).figure()
-    (axes,) = drawn.axes
-    assert axes.get_xlabel() == "radius eps in 1/255"
-    assert axes.get_ylabel() == "accuracy in %, 33 images"
-    lines = {line.get_label(): line for line in axes.get_lines()}
-    assert {"strongest attack", "alone on first member"} <= set(lines)
-    assert lines["arc"].get_xdata().tolist() == pytest.approx([8, 24])
-    expected = [100 * found["arc", round(e / 255, 6)] for e in (8, 24)]
-    assert lines["arc"].get_ydata().tolist() == pytest.approx(expected)
-    looks = {(line.get_color(), line.get_marker()) for line in lines.values()}
-    assert len(looks) == len(lines)
 
 
 def test_counts_are_changed_in_all_parts_of_an_attack():
