@@ -266,11 +266,3 @@ def test_a_spec_is_a_recipe_of_the_attack(attack):
     parser.add_argument("--attack", type=Attack)
     config = parser.parse_object({"attack": attack_spec(attack)})
     assert parser.instantiate(config).attack == attack
-
-
-def test_a_spec_has_import_paths():
-    assert attack_spec(PLAIN)["class_path"] == "lightning_rob.PGD"
-    arguments = attack_spec(PLAIN)["init_args"]
-    assert arguments["objective"] == "lightning_rob.objectives.ce_of_mean_logits"
-    assert arguments["threat"]["init_args"]["bounds"] == [0.0, 1.0]
-    assert attack_spec(Threat(float("inf")))["init_args"]["norm"] == "inf"  # as JSON has none

@@ -44,9 +44,6 @@ class RobustAudit(EvaluationCallback):
         power: test whether each attack finds adversarial images that exist by construction.
         **options: every_n_epochs, seed, group_size, unpack, preprocess and dataloader_idx of
             `EvaluationCallback`.
-
-    Raises:
-        ValueError: a count below 1, or a threat that not all attacks support.
     """
 
     def __init__(

@@ -49,9 +49,6 @@ class TransferMatrixEval(EvaluationCallback):
         norm: norm of the attacks instead of their own, with `eps`.
         **options: every_n_epochs, max_images, seed, group_size, unpack, preprocess and
             dataloader_idx of `EvaluationCallback`.
-
-    Raises:
-        ValueError: no attacks, one called "clean" or "acc", or a count below 1.
     """
 
     def __init__(

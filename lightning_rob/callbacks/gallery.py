@@ -44,9 +44,6 @@ class Gallery(EvaluationCallback):
         norm: norm of the attacks instead of their own, with `eps`.
         **options: max_images, seed, group_size, unpack, preprocess and dataloader_idx of
             `EvaluationCallback`.
-
-    Raises:
-        ValueError: a count below 1, or names that are not two.
     """
 
     def __init__(

@@ -93,10 +93,6 @@ class RobustEval(EvaluationCallback):
             its draws, and log `{stage}/robust/known_noise`; see `EvaluationResult.known_noise`.
         **options: every_n_epochs, max_images, seed, group_size, unpack, preprocess and
             dataloader_idx of `EvaluationCallback`.
-
-    Raises:
-        ValueError: no attacks, or a count below 1; when run, several private draws of a defense
-            that does not adapt.
     """
 
     def __init__(

@@ -58,9 +58,6 @@ class VotingRuleEval(EvaluationCallback):
         norm: norm of the attacks instead of their own, with `eps`.
         **options: every_n_epochs, max_images, seed, group_size, unpack, preprocess and
             dataloader_idx of `EvaluationCallback`; the seed is that of the compositions too.
-
-    Raises:
-        ValueError: no attacks, none that `only` names, one called "clean", or a count below 1.
     """
 
     def __init__(

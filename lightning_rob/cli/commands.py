@@ -38,8 +38,7 @@ def run_command(line: CommandLine) -> None:
 class CommandCLI(RobustCLI):
     """Builds what `test` (or, without `run`, `fit`) would run, and runs a command instead."""
 
-    def _method(self) -> str:
-        return "test"
+    in_place_of = "test"
 
     def add_arguments_to_parser(self, parser: Any) -> None:
         super().add_arguments_to_parser(parser)
@@ -52,6 +51,8 @@ class CommandCLI(RobustCLI):
             del self.config[option.name]
 
     def test(self, model: Any, datamodule: Any, ckpt_path: str | None = None, **_: Any) -> None:
+        if not ckpt_path and self.line.command != "sweep":  # of a recipe of trained networks too
+            raise InputError(f"say whose weights: lightning-rob {self.line.command} CHECKPOINT")
         if ckpt_path:  # the trainer, which would load it, does not run
             load_weights(model, self.checkpoint_io.load_checkpoint(ckpt_path))
         self.failed = function_of(self.line.command)(self.line.options, self.built(ckpt_path))
@@ -92,22 +93,18 @@ def model_overrides(args: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _with_checkpoints(line: CommandLine) -> None:
-    models = line.options.models
-    starts: dict[str, Callable[[], tuple[Any, Callable[[Path], Run]]]] = {
-        "": lambda: (line.options, partial(_build, line))
-    }
-    if models:
+    def start(own: Sequence[str] = ()) -> tuple[Any, Callable[[Path], Run]]:
+        one = read_command_line(line.command, *line.given, *own) if own else line
+        return one.options, partial(_build, one)
+
+    starts: dict[str, Callable[[], tuple[Any, Callable[[Path], Run]]]] = {"": start}
+    if models := line.options.models:
         starts = {
-            label: partial(_started, line, [*own, f"--label={label}", "--models=null"])
+            label: partial(start, [*own, f"--label={label}", "--models=null"])
             for label, own in read_models(models, type(line.options)).items()
         }
     # Each model is built when its turn comes: a folder may get checkpoints for hours.
     function_of(line.command)(line.options, starts)
-
-
-def _started(line: CommandLine, own: list[str]) -> tuple[Any, Callable[[Path], Run]]:
-    line = read_command_line(line.command, *line.given, *own)
-    return line.options, partial(_build, line)
 
 
 def _build(line: CommandLine, path: Path) -> Run:
@@ -128,9 +125,7 @@ def _with_trainings(line: CommandLine) -> None:
     def build(recipe: Path) -> Any:
         return RobustCLI([f"--config={recipe}"], run=False)
 
-    chosen = function_of(line.command)(line.options, cli.built(), build)
-    if chosen is not None:
-        RobustCLI(["fit", f"--config={chosen}"])
+    function_of(line.command)(line.options, cli.built(), build)
 
 
 def _with_data(line: CommandLine) -> None:

@@ -118,6 +118,8 @@ class RobustCLI(LightningCLI):
     if it is to be run; without `run` it only builds model, data and trainer.
     """
 
+    in_place_of = ""  # Lightning's method of which this runs a command in the place
+
     def __init__(self, line: CommandLine | Sequence[str], run: bool = True) -> None:
         self.checkpoint_io = SafeCheckpointIO()
         supervised = supervised_processes(
@@ -127,7 +129,7 @@ class RobustCLI(LightningCLI):
             if not isinstance(line, CommandLine):
                 line = read_command_line(*line) if run else read_command_line("fit", *line)
             self.line = line
-            self.method = self._method() if run else ""
+            self.method = (self.in_place_of or line.command) if run else ""
             # Without a run, the checkpoint says what to build, and its weights are not loaded.
             args = [arg for arg in line.args if run or not arg.startswith("--ckpt_path=")]
             with raise_thread_errors(), supervised, reading_recipes():
@@ -156,9 +158,6 @@ class RobustCLI(LightningCLI):
             raise shorten_state_dict_error(error) from error
         except ProcessException as error:  # of ddp_spawn and its like
             raise Fault(str(error).strip().rpartition("\n")[2]) from error
-
-    def _method(self) -> str:
-        return self.line.command
 
     def _recipe_of_checkpoint(self) -> list[str]:
         """Return the recipe of `--ckpt_path` as an option that other arguments may override."""

@@ -40,9 +40,6 @@ class SourceTargetData(ImageData):
         target: data set of the unlabelled images, which are its test images; None: the source.
         images: file of unlabelled images instead, see `read_images`; with those of an attack,
             training is a round of the game between attacker and defender.
-
-    Raises:
-        ValueError: both target and images, or images of another shape than the source's.
     """
 
     def __init__(

@@ -55,10 +55,6 @@ class AdversarialTraining(RobustModule):
         awp: radius gamma of adversarial weight perturbation (Wu et al. 2020), with any of the
             losses, as a share of each layer's norm: 0.005 in the paper. It costs one more forward
             and backward pass per batch.
-
-    Raises:
-        ValueError: a fraction outside (0, 1], TRADES and MART together or with an attack or
-            defense they cannot use, or a radius that is not positive.
     """
 
     def __init__(

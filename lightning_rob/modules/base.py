@@ -37,9 +37,6 @@ class RobustModule(LightningModule, ABC):
         lr_scheduler: optimizer -> schedule, stepped once an epoch, `OneCycleLR` and `CyclicLR` once
             a batch, `lightning.pytorch.cli.ReduceLROnPlateau` by the value that it monitors; None
             keeps the learning rate.
-
-    Raises:
-        MisconfigurationException: a plateau schedule names no value to wait for, when a fit starts.
     """
 
     defense: Defense

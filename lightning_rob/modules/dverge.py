@@ -116,9 +116,6 @@ class DVERGE(JointTraining):
         diversity_weight: weight of the loss on distilled images beside that on adversarial ones.
         **options: arguments of `JointTraining`; the `attack` is on each member alone, which is also
             trained on these images (DVERGE with adversarial training).
-
-    Raises:
-        ValueError: a layer that the network does not have.
     """
 
     def __init__(

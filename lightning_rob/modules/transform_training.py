@@ -1,19 +1,17 @@
 """Training of transformation ensembles: each member sees images changed by its transformation."""
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from tqdm import tqdm
 
 from lightning_rob.attacks import evaluating
 from lightning_rob.data.base import ImageData
@@ -72,9 +70,6 @@ class TransformTraining(RobustModule):
         folder: where the weights of finished sub-models are saved, a file each; sub-models that are
             there already are not trained again.
         lr_scheduler: optimizer -> schedule, stepped once an epoch and restarted for each sub-model.
-
-    Raises:
-        ValueError: an unknown transformation, or epochs or patience below 1.
     """
 
     trains_apart = True  # data modules give each rank all images
@@ -282,8 +277,8 @@ class TransformTraining(RobustModule):
         """Return the images of a part, transformed for the sub-model of this rank: [N, C, H, W]."""
         if part not in self.transformed_images:
             name, images = self.names[self.member_on_this_rank], self.images[part]
-            with _progress(self.trainer, f"Transforming {part} images", len(images.y)) as advance:
-                changed = images.transformed(self.transforms[name], name, self.seed, advance)
+            rank_zero_info(f"Transforming {len(images.y):,} images by {name}: {part}")
+            changed = images.transformed(self.transforms[name], name, self.seed)
             self.transformed_images[part] = changed
         return self.transformed_images[part]
 
@@ -339,18 +334,3 @@ class TransformTraining(RobustModule):
                 )
             finished[member] = content["state_dict"]
         return finished
-
-
-@contextmanager
-def _progress(trainer: Trainer, text: str, total: int) -> Iterator[Callable[[int], Any]]:
-    """Yield a function that advances a line beside the trainer's progress bar, if it has one."""
-    bar = trainer.progress_bar_callback
-    live = getattr(bar, "progress", None)
-    if live is not None:  # Rich has one live display: a second bar would overwrite it
-        task = live.add_task(text, total=total)
-        yield lambda images: live.update(task, advance=images, refresh=True)
-        live.update(task, visible=False)
-        return
-    hidden = bar is None or not trainer.is_global_zero
-    with tqdm(total=total, desc=text, leave=False, position=2, disable=hidden) as line:
-        yield line.update

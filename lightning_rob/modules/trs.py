@@ -89,9 +89,6 @@ class TRS(JointTraining):
         growth_epochs: number of epochs in which the radius grows linearly to the full one.
         steps: number of steps of the search.
         **options: arguments of `JointTraining`.
-
-    Raises:
-        ValueError: one of `initial_eps` and `growth_epochs` is set without the other.
     """
 
     def __init__(

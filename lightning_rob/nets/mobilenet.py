@@ -23,9 +23,7 @@ class MobileNetV1(nn.Module):
     Its entries are named as in the checkpoints of ARC (features.0.0, features.1.3 … classifier).
 
     Args:
-        classes: K.
-        mean: [C] of images in [0, 1], one number per channel.
-        std: [C], likewise.
+        mean: [C] of images in [0, 1], like std, one number per channel.
     """
 
     def __init__(

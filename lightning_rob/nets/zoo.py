@@ -131,12 +131,6 @@ class ZooNet(nn.Module):
             a1_in1k (timm). Of a hub the file's name in the repository; None is model.safetensors,
             and a pickle is read, as weights only, if it is named.
         mean: [C] of images in [0, 1]; None: those of the weights or of timm, else ImageNet's.
-        std: [C], likewise.
-
-    Raises:
-        ValueError: the zoo has no such network or weights.
-        FileNotFoundError: there is no such file.
-        ImportError: timm or huggingface_hub is needed and not installed.
     """
 
     def __init__(

@@ -181,11 +181,6 @@ def map_images(x: Tensor, function: Callable[..., NumpyImage], *numbers: Tensor)
     return torch.from_numpy(np.stack(changed)).to(x)
 
 
-def differentiates(x: Tensor) -> bool:
-    """Whether autograd records operations on x; an exported program has no gradient."""
-    return x.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_exporting()
-
-
 def clip(x: Tensor, low: float, high: float) -> Tensor:
     """Clamp with slope 1 at the bounds too, where torch's slope depends on its release.
 
@@ -193,9 +188,9 @@ def clip(x: Tensor, low: float, high: float) -> Tensor:
     slope is 1 within rounding of the bounds as well: a blur, whose weights sum to one but for
     rounding, may take white a little beyond white.
     """
-    if not differentiates(x):
-        return x.clamp(low, high)
-    return _Clip.apply(x, low, high)
+    if x.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_exporting():
+        return _Clip.apply(x, low, high)
+    return x.clamp(low, high)
 
 
 class _Clip(torch.autograd.Function):
@@ -245,11 +240,6 @@ def soft_modulo(t: Tensor) -> Tensor:
     """
     r = t - soft_round(t)
     return r + (r < 0).to(r)
-
-
-def soft_modulo_slope(t: Tensor) -> Tensor:
-    """Compute the derivative of `soft_modulo`, 1 - 3 (t - round(t))^2."""
-    return 1 - 3 * (t - t.round()) ** 2
 
 
 def between(x: Tensor, low: float, high: float, *shape: int, generator: Generator) -> Tensor:

@@ -7,8 +7,8 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_rob.attacks import ARC, PGD, OnMember, Strongest
-from lightning_rob.callbacks import RobustEval, base
+from lightning_rob.attacks import PGD
+from lightning_rob.callbacks import RobustEval
 from lightning_rob.callbacks.image_grid import image_grid
 from lightning_rob.defenses import Defense, first_member
 from lightning_rob.metrics import student
@@ -58,15 +58,6 @@ def test_findings_and_blindness_are_logged_once():
     results = [callback.result for callback in callbacks]
     texts = {one.text for found in results for one in found.findings if one.flagged}
     assert logged["test/robust/findings"] == len(texts) >= 4
-
-
-def test_a_fit_that_ends_before_its_attacks_reports_it(monkeypatch):
-    shown = []
-    monkeypatch.setattr(base, "rank_zero_info", shown.append)
-    for epochs in (1, 2):
-        callback = RobustEval({"pgd": ATTACK}, every_n_epochs=2)
-        trainer(callback, max_epochs=epochs).fit(AdversarialTraining(TinyNet), Blobs())
-    assert ["in none of these 1" in text for text in shown] == [True]
 
 
 class Heard(AdversarialTraining):
@@ -171,18 +162,6 @@ def test_a_panel_shows_clean_perturbation_and_adversarial():
     assert middle[0, 0] == 1
     assert middle[0, 96] == 0
     assert middle[-1, 50].item() == pytest.approx(0.5, abs=0.01)
-
-
-def test_another_radius_for_all_attacks():
-    warm = ARC(THREAT, 2, THREAT.eps, start=Strongest((ATTACK, OnMember(ATTACK, 0))))
-    callback = RobustEval({"pgd": ATTACK, "warm": warm}, eps="32/255")
-    wide = Threat("linf", 32 / 255)
-    pgd_wide = PGD(wide, steps=2, step_size=16 / 255)
-    assert callback.attacks == {
-        "pgd": pgd_wide,
-        "warm": ARC(wide, 2, wide.eps, start=Strongest((pgd_wide, OnMember(pgd_wide, 0)))),
-    }
-    assert RobustEval({"pgd": ATTACK}).attacks == {"pgd": ATTACK}
 
 
 class Noisy(Defense):

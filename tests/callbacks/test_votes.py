@@ -10,9 +10,9 @@ from rich.console import Console
 from lightning_rob.attacks import PGD
 from lightning_rob.callbacks import VotingRuleEval
 from lightning_rob.callbacks.votes import print_votes
-from lightning_rob.defenses import DENT, Ensemble, TransformEnsemble
+from lightning_rob.defenses import DENT, TransformEnsemble
 from lightning_rob.evaluation.records import with_schema
-from lightning_rob.rules import VOTING_RULES, majority, random_member
+from lightning_rob.rules import VOTING_RULES, majority
 from lightning_rob.threat import Threat
 from tests.callbacks.test_cross_eval import study as evaluated
 from tests.schema import checked
@@ -119,14 +119,6 @@ def test_each_target_in_turn(ensemble):
     _, (votes,) = study(ensemble, VotingRuleEval({"pgd": WEAK}, each_target=True))
     names = {result["name"] for result in votes.results}
     assert names == {"clean", *(f"pgd_on_{name}" for name in NAMES)}
-
-
-def test_any_ensemble_can_vote():
-    plain = Ensemble(nets(2), [0.9, 0.1])
-    _, (votes,) = study(plain, VotingRuleEval({"pgd": WEAK}, rules={"RD": random_member}))
-    assert {result["rule"] for result in votes.results} == {"RD"}
-    with pytest.raises(TypeError, match="ensembles are parts of a TransformEnsemble"):
-        study(plain, VotingRuleEval({"pgd": WEAK}, ensembles={"one": ["clean"]}))
 
 
 def test_dissimilarity_is_that_of_the_perturbation(ensemble):

@@ -57,12 +57,6 @@ def test_help_fits_a_screen_and_imports_nothing_heavy(pages, command):
     assert re.match(r"usage: lightning-rob", lines[0])
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_has_an_example(pages, command):
-    page = pages[command][0].partition("\n")[2]
-    assert re.search(rf"^  lightning-rob {command} \S", page, re.M)
-
-
 @pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
 def test_h_after_other_options(pages, command, capsys):
     main([command, "--config", "configs/demo.yaml", "-h"])

@@ -12,7 +12,7 @@ import lightning_rob
 from lightning_rob import ARC, PGD, Threat, evaluate
 from lightning_rob.callbacks import RobustEval
 from lightning_rob.cli import main
-from lightning_rob.recipes.environment import VARIABLE, callbacks, none_for_pytorch_lightning
+from lightning_rob.recipes.environment import VARIABLE, callbacks
 from lightning_rob.recipes.trust import VARIABLE as ALLOWED
 from lightning_rob.runtime.errors import InputError
 from tests.callbacks.test_any_module import DATA, Classifier
@@ -156,11 +156,3 @@ def test_any_trainer_takes_plug_ins_from_the_environment(monkeypatch):
     if any(isinstance(c, RobustEval) for c in names):  # installed with this entry point
         (logged,) = Trainer(accelerator="cpu", **quiet).test(Classifier(), DataLoader(DATA, 20))
         assert "test/robust/arc" in logged
-
-
-def test_a_trainer_of_pytorch_lightning_is_told_that_plug_ins_are_not_for_it(monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
-    assert none_for_pytorch_lightning() == []
-    monkeypatch.setenv(VARIABLE, "pgd")
-    with pytest.raises(ImportError, match=r"write `import lightning\.pytorch as pl`"):
-        none_for_pytorch_lightning()

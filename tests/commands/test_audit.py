@@ -9,16 +9,7 @@ from lightning_rob.attacks import PGD
 from lightning_rob.commands.audit import AuditConfig, audited_threat
 from lightning_rob.threat import Threat
 from tests.schema import checked
-from tests.tiny import pgd, recipe, robust_eval, run, same_weights, weights
-
-CKPT = "run/version_0/checkpoints/last.ckpt"
-
-
-def fit(folder, *callbacks):
-    checkpoint = {"class_path": "ModelCheckpoint", "init_args": {"save_last": True}}
-    options = {"trainer__callbacks+": [checkpoint, *callbacks], "model__init_args__monitor": None}
-    run("fit", "--config", recipe(folder, **options))
-    return folder / CKPT
+from tests.tiny import fit, pgd, recipe, robust_eval, run, same_weights, weights
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +45,8 @@ def test_the_callback_writes_what_it_found(trained, tmp_path, capsys):
 
 
 def test_it_runs_in_fit_and_training_stays_the_same(trained, tmp_path):
-    fit(tmp_path, audited(max_images=4))
-    assert same_weights(weights(trained), weights(tmp_path / CKPT))
+    again = fit(tmp_path, callbacks=[audited(max_images=4)], model__init_args__monitor=None)
+    assert same_weights(weights(trained), weights(again))
     assert (tmp_path / "run/version_0/audit.json").exists()
 
 

@@ -26,7 +26,6 @@ from lightning_rob.modules import AdversarialTraining
 from lightning_rob.nets import weights
 from lightning_rob.nets.weights import read_file
 from lightning_rob.runtime.errors import InputError, visible
-from lightning_rob.runtime.files import write_manifest
 from lightning_rob.threat import Threat
 from tests.cli.hostile import CANARY, evil
 from tests.tiny import pgd, recipe, robust_eval, run
@@ -53,7 +52,6 @@ NAMES = [b"caf\xe9.ckpt", b"\x1b]0;title\x07.ckpt", b"a\nlightning-rob: alarm: f
 
 
 def test_odd_names_are_escaped_everywhere(trained, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(os, "setpriority", lambda *_: None)
     monkeypatch.setattr(folder, "SETTLE", 0.0)
     place = tmp_path / "checkpoints"
     place.mkdir()
@@ -114,15 +112,6 @@ def test_a_checkpoint_that_inflates_or_never_ends_is_refused(tmp_path):
         read_file(tmp_path / "fifo.ckpt")
     with pytest.raises(ValueError, match="not a regular file"):
         read_file("/dev/zero")
-
-
-def test_a_file_of_the_old_kind_says_that_damage_is_not_seen(tmp_path):
-    path = tmp_path / "old.ckpt"
-    torch.save({"w": torch.ones(2)}, path, _use_new_zipfile_serialization=False)
-    with pytest.warns(UserWarning, match="without a digest: damage would not be seen"):
-        read_file(path)
-    write_manifest(path)
-    read_file(path)
 
 
 def test_a_run_with_broken_records_does_not_stop_the_report(tmp_path, monkeypatch, capsys):

@@ -11,7 +11,7 @@ from tests.commands import test_monitor
 from tests.commands.test_monitor import EPOCHS, evaluated, events
 from tests.tiny import run
 
-trained, as_before = test_monitor.trained, test_monitor.as_before
+trained = test_monitor.trained
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lightning_rob.attacks import ARC, PGD
 from lightning_rob.cli.lightning_cli import RobustCLI
 from lightning_rob.commands.checkpoints import load_weights, read_checkpoint
-from lightning_rob.commands.monitor import MonitorConfig, folder, loop
+from lightning_rob.commands.monitor import MonitorConfig, folder, history, loop
 from lightning_rob.commands.monitor.comparison import (
     FADING,
     SHARES,
@@ -33,7 +33,7 @@ from lightning_rob.commands.monitor.comparison import (
     alarms,
     drops,
 )
-from lightning_rob.commands.monitor.history import History, as_record
+from lightning_rob.commands.monitor.history import History
 from lightning_rob.commands.monitor.loop import Watched
 from lightning_rob.commands.monitor.source import LocalFolder
 from lightning_rob.commands.monitor.suite import Suite
@@ -42,17 +42,11 @@ from lightning_rob.metrics import holm, robust_accuracy
 from lightning_rob.threat import Threat
 from tests.commands.test_notify import Receiver, code_of, evaluation, forked
 from tests.schema import checked
-from tests.tiny import TinyNet, arc, pgd, recipe, robust_eval, run
+from tests.tiny import KEPT, TinyNet, arc, images_of, pgd, recipe, robust_eval, run
 
 THREAT = Threat("linf", 16 / 255)
 ATTACKS = (PGD(THREAT, 3, 8 / 255, random_start=False), ARC(THREAT, 3, 16 / 255))
 EPOCHS = [f"epoch={i}-step={4 * (i + 1)}.ckpt" for i in range(4)]
-
-
-@pytest.fixture(autouse=True)
-def as_before(monkeypatch):
-    """A monitor gives way to others for the rest of its process; the tests after it need not."""
-    monkeypatch.setattr(os, "setpriority", lambda *_: None)
 
 
 @pytest.fixture(scope="module")
@@ -136,8 +130,7 @@ def by_hand(trained, path) -> dict[str, torch.Tensor]:
     built = RobustCLI(["--config", file, "--trainer.logger=false"], run=False)
     load_weights(built.model, read_checkpoint(str(path)))
     built.datamodule.setup("test")
-    samples = [built.datamodule.parts["test"][i] for i in range(33)]
-    x, y = torch.stack([s[0] for s in samples]), torch.tensor([s[1] for s in samples])
+    x, y = images_of(built.datamodule)
     defense = built.model.defense.eval()
     perturbed = {"clean": x, "apgd": ATTACKS[0](defense, x, y), "arc": ATTACKS[1](defense, x, y)}
     scores = {k: robust_accuracy(defense(v).detach(), y) for k, v in perturbed.items()}
@@ -155,12 +148,7 @@ def judged(trained, tmp_path_factory):
     for step, name in ((20, "swapped.ckpt"), (24, "again.ckpt")):  # as bad as each other, unequal
         scale = 1 + step / 1000
         changed(place / EPOCHS[3], place / name, lambda k, v, s=scale: swapped(k, v) * s, step)
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        redirect_stdout(StringIO()) as out,
-        redirect_stderr(StringIO()) as err,
-    ):
-        patch.setattr(os, "setpriority", lambda *_: None)
+    with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
         assert monitor(trained, watched, "--once", "--drop=0.5") == 1
     return watched, out.getvalue(), err.getvalue()
 
@@ -340,8 +328,7 @@ def test_each_checkpoint_is_evaluated_by_the_model_of_its_own_recipe(
     init = {"net": net, "attack": pgd(random_start=False)}
     noisy(0.01)(init)
     module = {"class_path": "lightning_rob.modules.AdversarialTraining", "init_args": init}
-    kept = {"class_path": "ModelCheckpoint", "init_args": {"save_last": True}}
-    options = {"trainer__max_epochs": 2, "trainer__callbacks+": [kept]}
+    options = {"trainer__max_epochs": 2, "trainer__callbacks+": [KEPT]}
     run("fit", "--config", recipe(tmp_path, model=module, **options))
     place = watched / "checkpoints"
     shutil.copy(watched.parent / "run/version_0/checkpoints/last.ckpt", place / "a.ckpt")
@@ -526,28 +513,27 @@ def test_attacks_that_had_no_gradient_ring(trained, watched, put):
 def test_killed_at_any_write_it_evaluates_none_twice_and_misses_none(trained, watched, put):
     for name in EPOCHS[:2]:
         put(name)
-    append = History.append
+    append = history.append_whole
     kills = 0
 
     def dying(at, part):
         """Append, until the so-manieth time, when only a part gets to the disk."""
         count = iter(range(at))
 
-        def killed(history, *group):
+        def killed(file, content):
             if next(count, None) is None:
-                text = "".join(json.dumps(as_record(line)) + "\n" for line in group).encode()
-                os.write(history.file.fileno(), text[: int(part * len(text))])
+                os.write(file.fileno(), content[: int(part * len(content))])
                 os.kill(os.getpid(), signal.SIGKILL)
-            append(history, *group)
+            append(file, content)
 
         return killed
 
     for at, part in ((1, 0.5), (1, 0.9), (0, 1.0), (0, 0.4), (0, 1.0)):
-        History.append = dying(at, part)
+        history.append_whole = dying(at, part)
         try:
             child = forked(lambda: monitor(trained, watched, "--once"))
         finally:
-            History.append = append
+            history.append_whole = append
         kills += code_of(child) == -signal.SIGKILL
     assert kills == 5
     assert monitor(trained, watched, "--once") == 0
@@ -734,11 +720,11 @@ def test_a_single_file_is_compared_in_the_order_of_deployment(trained, watched, 
     # An alarm ends by another suite as well.
     put(EPOCHS[1], under="production.ckpt")
     assert watch(trained, path, "--alarm=robust/worst=0.999") == 1
-    with closing(History(home)) as history:
-        assert history.alarms().event
+    with closing(History(home)) as opened:
+        assert opened.alarms().event
     assert watch(trained, path, "--data.test_size=16") == 0
-    with closing(History(home)) as history:
-        assert not history.alarms().event
+    with closing(History(home)) as opened:
+        assert not opened.alarms().event
     assert [event["position"] for event in events(home, "evaluated")] == [0, 1, 2, 3, 4]
 
 
@@ -778,7 +764,7 @@ def test_a_checkpoint_of_odd_entries_does_not_end_the_monitor(entry, tmp_path, m
     monkeypatch.setattr(folder, "SETTLE", 0.0)
     torch.save({"state_dict": {}} | ODD[entry], tmp_path / "odd.ckpt")
     recorded = []
-    with closing(History(tmp_path)) as history:
-        watched = folder.CheckpointFolder(LocalFolder(tmp_path), history, recorded.append)
+    with closing(History(tmp_path)) as opened:
+        watched = folder.CheckpointFolder(LocalFolder(tmp_path), opened, recorded.append)
         watched.scan()
     assert [event["event"] for event in recorded] == ["broken"]

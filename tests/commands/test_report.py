@@ -20,7 +20,7 @@ from lightning_rob.commands.report.runs import (
 from lightning_rob.commands.report.sections import run_section, votes
 from lightning_rob.commands.specs import flat, inner_attacks, other_arguments, short, threat_text
 from lightning_rob.plots import heat_map, save
-from tests.tiny import ROOT, recipe, records, run
+from tests.tiny import ROOT
 
 VOID = {"meta", "link", "img", "br", "line", "hr", "input"}
 OBJECTIVE = "lightning_rob.objectives.expected_ce"
@@ -187,13 +187,6 @@ def test_an_attacker_who_knows_the_noise_has_a_line(tmp_path):
     assert "380 images" in text
 
 
-def test_without_a_test_the_last_validation_is_shown_as_one(tmp_path):
-    lines = evaluation(0.9, 0.5, 0.4, 0.3, stage="val", epoch=7)
-    _, text, _ = made(folder(tmp_path / "run", lines))
-    assert "Accuracy on the validation images at epoch 7" in text
-    assert "no test is recorded" in text
-
-
 def test_a_half_written_line_and_foreign_files_do_no_harm(whole):
     with (whole / "robust.jsonl").open("a") as file:
         file.write('{"name": "apgd", "stage": "test", "accu')
@@ -353,17 +346,6 @@ def test_no_torch_is_needed(whole):
     code += "print({'torch', 'lightning'} & set(sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert out.stdout.splitlines()[-1] == "set()"
-
-
-def test_a_real_run(tmp_path):
-    run("fit", "--config", recipe(tmp_path), "--test_after_fit=true")
-    _, text, markdown = made(tmp_path, out=tmp_path / "report.html")
-    assert "BAT on Blobs" in text
-    assert "2 \N{MULTIPLICATION SIGN} TinyNet" in text
-    assert "trained against linf 16/255" in text
-    for found in records(tmp_path):
-        assert f"{found['accuracy']:.1%}" in markdown
-    assert "class_path: tests.tiny.Blobs" in text
 
 
 def test_arguments_of_attacks_as_text():

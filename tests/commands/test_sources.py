@@ -14,7 +14,7 @@ from lightning_rob.commands.monitor.source import Bucket, Unreachable
 from tests.commands import test_monitor
 from tests.commands.test_monitor import EPOCHS, changed, evaluated, events, lines, swapped, watch
 
-trained, as_before = test_monitor.trained, test_monitor.as_before
+trained = test_monitor.trained
 monitor = test_monitor.monitor
 ROOT = "/bucket/run"
 URL = f"memory:/{ROOT}"

@@ -13,8 +13,7 @@ import torch
 import yaml
 from lightning.pytorch import Callback
 
-from lightning_rob.attacks import ARC, PGD, OnMember, RandomMember, Strongest
-from lightning_rob.attacks.nested import walk
+from lightning_rob.attacks import ARC, PGD
 from lightning_rob.callbacks.robust_eval import full_defense
 from lightning_rob.cli.lightning_cli import RobustCLI
 from lightning_rob.cli.options import read_command_line
@@ -23,7 +22,6 @@ from lightning_rob.commands.sweep import SweepConfig
 from lightning_rob.commands.sweep.study import (
     ResultCache,
     changed,
-    with_value,
 )
 from lightning_rob.commands.sweep.values import parse_values
 from lightning_rob.defenses import Ensemble, first_member
@@ -33,9 +31,8 @@ from lightning_rob.runtime.identity import fingerprint
 from lightning_rob.threat import Threat
 from tests.forked import forked
 from tests.schema import checked
-from tests.tiny import TinyNet, arc, pgd, recipe, robust_eval, run, shell
+from tests.tiny import TinyNet, arc, fit, images_of, pgd, robust_eval, run, shell
 
-CKPT = "run/version_0/checkpoints/last.ckpt"
 THREAT = Threat("linf", 16 / 255)
 APGD = PGD(THREAT, 3, 8 / 255, random_start=False)
 ATTACKS = {"apgd": (APGD, full_defense), "arc": (ARC(THREAT, 3, 16 / 255), full_defense)}
@@ -60,12 +57,8 @@ class KillAtTest(Callback):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Three members, the second of which is rarely drawn."""
-    folder = tmp_path_factory.mktemp("trained")
-    checkpoint = {"class_path": "ModelCheckpoint", "init_args": {"save_last": True}}
-    options = {"model__init_args__monitor": None, "trainer__callbacks+": [checkpoint]}
-    options |= {"model__init_args__members": 3, "model__init_args__probs": [0.6, 0.1, 0.3]}
-    run("fit", "--config", recipe(folder, trainer__max_epochs=6, **options))
-    return folder / CKPT
+    options = {"model__init_args__members": 3, "model__init_args__probs": [0.6, 0.1, 0.3]}
+    return fit(tmp_path_factory.mktemp("trained"), trainer__max_epochs=6, **options)
 
 
 def plugged(callbacks):
@@ -97,9 +90,7 @@ def loaded(trained):
     built = RobustCLI(["--config", file, "--trainer.logger=false"], run=False)
     load_weights(built.model, read_checkpoint(str(trained)))
     built.datamodule.setup("test")
-    samples = [built.datamodule.parts["test"][i] for i in range(33)]
-    images, labels = torch.stack([s[0] for s in samples]), torch.tensor([s[1] for s in samples])
-    return built.model.defense.eval(), images, labels
+    return built.model.defense.eval(), *images_of(built.datamodule)
 
 
 def by_hand(attack, defense, x, y):
@@ -299,15 +290,6 @@ def test_markdown_figure_and_the_best_value(swept):
     for part in ("lightning-rob sweep --ckpt_path", "images: 33", "Blobs", "torch 2", "20"):
         assert part in page
     assert (folder / "sweep.png").stat().st_size > 10_000
-
-
-def test_counts_are_changed_in_all_parts_of_an_attack():
-    nested = RandomMember(Strongest((APGD, OnMember(ARC(THREAT, 3, 16 / 255), 1))))
-    more = with_value(nested, "steps", 7.0)
-    assert [p.steps for p in walk(more) if hasattr(p, "steps")] == [7, 7]
-    fewer = with_value(nested, "neighbours", 2)
-    assert [p.neighbours for p in walk(fewer) if hasattr(p, "neighbours")] == [2]
-    assert fewer.attack.attacks[0] == APGD
 
 
 def test_members_without_a_share_get_equal_ones():

@@ -22,11 +22,8 @@ from lightning_rob.transforms.base import soft_modulo
 from lightning_rob.transforms.color import (
     FROM_XYZ,
     TO_XYZ,
-    hsv_to_rgb,
-    lab_to_rgb,
     mix_channels,
     rgb_to_hsv,
-    rgb_to_lab,
 )
 from tests.transforms.inputs import assert_same, generator
 
@@ -49,46 +46,6 @@ def test_hsv_is_that_of_the_standard_library():
         assert (hue, saturation, value) == pytest.approx((smooth, s, v), abs=1e-9)
 
 
-def plain_rgb_to_hsv(x):
-    """The definition, whose gradient is autograd's: of equal channels the first is the largest."""
-    value, largest = x.max(1)
-    spread = value - x.amin(1)
-    red, green, blue = x.unbind(1)
-    difference = torch.stack([green - blue, blue - red, red - green], 1)
-    difference = difference.gather(1, largest[:, None])[:, 0]
-    sextant = difference / torch.where(spread == 0, 1, spread) + 2 * largest
-    hue = 2 * math.pi * soft_modulo(sextant / 6)
-    return torch.stack([hue, spread / value.clamp_min(1e-9), value], 1)
-
-
-def plain_hsv_to_rgb(x):
-    """The definition: in each sector of the hue, a channel is value, falling, low or rising."""
-    hue, saturation, value = x.unbind(1)
-    turns = hue / (2 * math.pi)
-    sector = (6 * turns.detach()).floor() % 6
-    position = 6 * soft_modulo(turns) - sector
-    falling, rising = value * (1 - position * saturation), value * (1 - (1 - position) * saturation)
-    planes = torch.stack([value, falling, value * (1 - saturation), rising], 1)
-    sectors = torch.tensor([[0, 1, 2, 2, 3, 0], [3, 0, 0, 1, 2, 2], [2, 2, 3, 0, 0, 1]])
-    return planes.gather(1, sectors[:, sector.long()].transpose(0, 1))
-
-
-@pytest.mark.parametrize("levels", [1, 2, 255, None])
-def test_gradients_of_hsv_are_those_of_the_definition(levels):
-    """Also where channels are equal, black or white."""
-    x = X if levels is None else (levels * X).round() / levels
-    assert_same(rgb_to_hsv, plain_rgb_to_hsv, x)
-    turned = rgb_to_hsv(x) + torch.tensor([7.0, 0.1, -0.1]).view(3, 1, 1)
-    assert_same(hsv_to_rgb, plain_hsv_to_rgb, turned)
-
-
-@pytest.mark.parametrize("convert", [rgb_to_hsv, hsv_to_rgb, rgb_to_lab, lab_to_rgb])
-def test_no_second_derivative(convert):
-    x = X.clone().requires_grad_()
-    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
-        torch.autograd.grad(convert(x).square().sum(), x, create_graph=True)
-
-
 def test_hsv_shifts_of_grey():
     """A grey pixel has neither hue nor saturation: only its value shifts."""
     x = torch.rand(2, 1, 5, 5, generator=generator(1)).expand(-1, 3, -1, -1)
@@ -104,12 +61,8 @@ def test_released_hsv_loses_hues():
     assert HSV(released_code=True)(blue, none)[:, 2] < 0.2
 
 
-def test_lab_is_that_of_kornia():
-    """Values and gradients on both sides of every threshold."""
+def test_xyz_is_that_of_kornia():
     x = torch.cat([X, X / 50])
-    assert_same(rgb_to_lab, kornia.rgb_to_lab, x)
-    lab = torch.cat([kornia.rgb_to_lab(x), 100 * X - 30])
-    assert_same(lab_to_rgb, lambda lab: kornia.lab_to_rgb(lab, clip=False), lab)
     to_xyz, from_xyz = (lambda x, m=matrix: mix_channels(x, m) for matrix in (TO_XYZ, FROM_XYZ))
     assert_same(to_xyz, kornia.rgb_to_xyz, x)
     assert_same(from_xyz, kornia.xyz_to_rgb, x)
@@ -136,13 +89,6 @@ def test_xyz_shift_is_linear():
     inverse = torch.tensor(color.colorconv.rgb_from_xyz)
     expected = x + torch.einsum("ij,bj->bi", inverse, shift)[:, :, None, None]
     assert torch.allclose(XYZ()(x, shift), expected.clamp(0, 1), atol=1e-4)
-
-
-def test_xyz_dims_white():
-    """Z of white is 1.0888, clamped to 1: the rest of the blue's coefficient is lost."""
-    white = torch.ones(1, 3, 1, 1, dtype=torch.float64)
-    z = 0.019334 + 0.119193 + 0.950227
-    assert float(XYZ()(white, NONE[:1])[0, 2]) == pytest.approx(1 - 1.05731 * (z - 1), abs=1e-4)
 
 
 SHARES = torch.tensor([[0.2, 0.3, 0.5]] * 4).double()
@@ -177,16 +123,3 @@ def test_shares_sum_to_one(kind, zeros):
     assert torch.allclose(shares.sum(1), torch.ones(500))
     assert ((shares == 0).sum(1) == zeros).all()
     assert ((shares > 0).double().mean(0) > (3 - zeros) / 3 - 0.1).all()
-
-
-def test_lab_shift_is_one_of_scikit_image():
-    shift = torch.tensor([[5.0, -3.0, 4.0]] * 4).double()
-    x = 0.3 + 0.4 * X
-    expected = scikit(color.lab2rgb, scikit(color.rgb2lab, x) + shift[:, :, None, None])
-    assert torch.allclose(LAB()(x, shift), expected, atol=2e-3)
-
-
-def test_yuv_shift_of_luma():
-    x = 0.3 + 0.4 * X
-    shift = torch.tensor([[0.1, 0, 0]] * 4).double()
-    assert torch.allclose(YUV()(x, shift), x + 0.1, atol=2e-3)

@@ -33,8 +33,6 @@ Inputs = tuple[Tensor, ...]
 
 def run(config: ExportConfig, run: Run) -> None:
     """Export the defense of a checkpoint, and print how exact the program is."""
-    if run.checkpoint is None:
-        raise ValueError("say whose weights: lightning-rob export CHECKPOINT")
     path = config.out or Path()  # which the config has checked
     if config.format == "safetensors":
         write_model_folder(run, path)

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from lightning_rob.commands.config import CommandConfig
 from lightning_rob.commands.destinations import check_destinations
-from lightning_rob.commands.locations import check_remote, is_remote, is_single
+from lightning_rob.commands.locations import check_remote
 from lightning_rob.commands.thresholds import parse_thresholds
 from lightning_rob.comparisons import SIGNIFICANT
 from lightning_rob.runtime.errors import visible
@@ -99,7 +99,8 @@ class MonitorConfig(CommandConfig):
     @property
     def url(self) -> str | None:
         """RUN if it is remote, else None."""
-        return str(self.run) if is_remote(self.run) else None
+        run = str(self.run)
+        return run if "://" in run or run.startswith("mlflow:") else None
 
     @property
     def folder(self) -> Path:
@@ -116,7 +117,8 @@ class MonitorConfig(CommandConfig):
     @property
     def is_single(self) -> bool:
         """Whether RUN is a single checkpoint, which is replaced by each new one."""
-        return is_single(self.url) if self.url else self.file is not None
+        url = self.url or ""
+        return self.file is not None or url.endswith(".ckpt") or url.startswith("mlflow:")
 
     @property
     def name(self) -> str:

@@ -26,7 +26,6 @@ class TuneConfig(CommandConfig):
         random: random trials before the optimizer proposes (12)
         seed: of the search and, with the trial's number, of its training
         out: for trials.jsonl, best.yaml, convergence.png; else tuning/RECIPE
-        then_fit: train best.yaml after the search
         ray: run trials through Ray Tune: pip install 'lightning-rob[ray]'
         concurrent: N trials at a time, with --ray (2)
     """
@@ -42,7 +41,6 @@ class TuneConfig(CommandConfig):
     random: int | None = None
     seed: int = 2020  # of the authors' search
     out: Path | None = None
-    then_fit: bool = False
     ray: bool = False
     concurrent: int | None = None
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
 from rich.console import Console
 from rich.table import Table
 
-from lightning_rob.commands.base import Run, quiet_lightning, write_config
+from lightning_rob.commands.base import Run, quiet_lightning
 from lightning_rob.commands.specs import class_name
 from lightning_rob.commands.tune import TuneConfig
 from lightning_rob.commands.tune.space import Point, Space, replaced
@@ -20,6 +21,7 @@ from lightning_rob.randomness import derive_seed
 from lightning_rob.recipes.safe_yaml import load_file
 from lightning_rob.recipes.trust import OPTION, allowed
 from lightning_rob.runtime.errors import visible
+from lightning_rob.runtime.files import atomic_write_text
 from lightning_rob.runtime.identity import cache_key
 
 QUIET = {
@@ -35,7 +37,7 @@ BUDGET = ("trials", "min_trials", "patience", "random")
 Build = Callable[[Path], Any]  # recipe -> model, datamodule and trainer
 
 
-def run(config: TuneConfig, run: Run, build: Build) -> Path | None:
+def run(config: TuneConfig, run: Run, build: Build) -> None:
     """Search, print and write the best values."""
     if run.trainer.world_size > 1:
         raise ValueError(
@@ -76,8 +78,7 @@ def run(config: TuneConfig, run: Run, build: Build) -> Path | None:
         run_with_ray(study, config.concurrent or 2)
     else:
         study.run()
-    path = write_outcome(study, run, out)
-    return path if config.then_fit else None
+    write_outcome(study, run, out)
 
 
 @dataclass(frozen=True)
@@ -111,12 +112,12 @@ class Training:
         unfit = () if trainer["logger"] else NEEDS_LOGGER
         given = trainer.get("callbacks+", ())
         trainer["callbacks+"] = [c for c in given if class_name(c["class_path"]) not in unfit]
-        write_config(recipe, folder / "config.yaml")
+        atomic_write_text(folder / "config.yaml", yaml.safe_dump(recipe, sort_keys=False))
         return self.build(folder / "config.yaml")
 
 
-def write_outcome(study: Study, run: Run, folder: Path) -> Path:
-    """Print the table, write figure and best recipe, and return the recipe's file."""
+def write_outcome(study: Study, run: Run, folder: Path) -> None:
+    """Print the table, and write figure and best recipe."""
     trials, best = study.record.ended, study.record.best
     space, own = study.search.space, study.search.own
     if best is None:
@@ -136,7 +137,7 @@ def write_outcome(study: Study, run: Run, folder: Path) -> Path:
     header = f"# Trial {best.number} of: {run.command}\n"
     header += f"# Pruned: {', '.join(dropped)}\n" if dropped else ""
     path = folder / "best.yaml"
-    write_config(recipe, path, header)
+    atomic_write_text(path, header + yaml.safe_dump(recipe, sort_keys=False))
     terms = space.objective.items()
     label = " + ".join(m if w == 1 else f"{w:g} {m}" for m, w in terms if w)
     objectives = [trial.objective for trial in trials]
@@ -152,4 +153,3 @@ def write_outcome(study: Study, run: Run, folder: Path) -> Path:
     print(f"Wrote {folder}/trials.jsonl, best.yaml and convergence.png")
     allowance = "".join(f" {OPTION} {name}" for name in sorted(allowed()))
     print(f"Train with the best: lightning-rob fit --config {path}{allowance}")
-    return path
