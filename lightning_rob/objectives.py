@@ -266,7 +266,6 @@ def targeted_dlr(target: Tensor) -> Objective:
 
 
 def _pair(logits: Tensor, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the logits [..., B] of labels and of targets."""
     both = torch.stack((y, target), -1).expand(*logits.shape[:-1], 2)
     right, wrong = logits.gather(-1, both).unbind(-1)
     return right, wrong

@@ -267,7 +267,6 @@ def amplification(rows: Sequence[GalleryRow]) -> float:
 
 
 def _draw_image(axes: Axes, image: Tensor) -> None:
-    """Draw [C, H, W] by nearest neighbour, one channel as grey."""
     values = image.detach().cpu().float().clamp(0, 1).permute(1, 2, 0).numpy()
     axes.imshow(values, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
     axes.set_xticks([])

@@ -105,7 +105,6 @@ def top2_majority_as_released(logits: Tensor, weights: Tensor) -> Tensor:
 
 
 def _two_votes(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return one-hots of the largest and of the second largest logit."""
     first = _votes(logits)
     second = _votes(logits.masked_fill(first > 0, -torch.inf)) * (first > 0).any(-1, keepdim=True)
     return first, second
@@ -128,7 +127,6 @@ def _above_uniform(logits: Tensor) -> Tensor:
 
 
 def _precise(values: Tensor) -> Tensor:
-    """Return the values in single precision at least."""
     return values.float() if values.itemsize < 4 else values
 
 

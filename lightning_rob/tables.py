@@ -3,7 +3,7 @@
 import io
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -21,25 +21,8 @@ STYLE: dict[str, Any] = {
 }
 
 
-class _Row(Protocol):
-    """A row of the table of accuracies, such as `lightning_rob.evaluation.records.Result`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def accuracy(self) -> float: ...
-    @property
-    def interval(self) -> tuple[float, float]: ...
-    @property
-    def n(self) -> int: ...
-    @property
-    def seconds(self) -> float: ...
-    @property
-    def details(self) -> dict[str, Any]: ...
-
-
-def print_table(title: str, results: Iterable[_Row], console: Console | None = None) -> None:
-    """Print a table of accuracies; columns with the same content in all rows are left out.
+def print_table(title: str, results: Iterable[Any], console: Console | None = None) -> None:
+    """Print a table of `Result`s; columns with the same content in all rows are left out.
 
     The column "median distance", of attacks of smallest norm, is "beyond" where half of the images
     or more are not fooled within the ball. "randomness" is half the interval over inferences or
@@ -98,7 +81,6 @@ def finding_lines(findings: Iterable[Mapping[str, str]]) -> Iterator[str]:
 
 
 def _methods(columns: Collection[str], covered: Collection[str], compared: int) -> list[str]:
-    """Name the methods behind the intervals and comparisons of these columns."""
     methods = [f"interval: Wilson, over {' or '.join(sorted(covered))}"]
     if "accepted, wrong" in columns:
         methods += ["accuracy: accepted and right on clean images; not accepted and wrong attacked"]
@@ -115,7 +97,7 @@ def _methods(columns: Collection[str], covered: Collection[str], compared: int) 
     return methods
 
 
-def _accuracy_cells(result: _Row, adjusted: Iterator[float]) -> dict[str, str]:
+def _accuracy_cells(result: Any, adjusted: Iterator[float]) -> dict[str, str]:
     """Return the row's cells by column; a comparison takes the next adjusted p."""
     details, against, distance = result.details, "", ""
     low, high = result.interval
@@ -209,7 +191,7 @@ def print_members(title: str, results: Sequence[Mapping[str, Any]]) -> None:
             console.print(f"{result['name']} transfers best from: {', '.join(names)}")
 
 
-def table_text(title: str, results: Iterable[_Row], width: int = 120) -> str:
+def table_text(title: str, results: Iterable[Any], width: int = 120) -> str:
     """Return the table of accuracies as text."""
     file = io.StringIO()
     print_table(title, results, Console(file=file, width=width))

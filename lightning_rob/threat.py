@@ -82,9 +82,6 @@ class Threat:
         eps: radius in pixel units, images span `bounds`; "8/255" is accepted.
         relative: all lengths, of steps too, are shares of the image's own norm. With l2 that is
             the normalised l2 dissimilarity of Liao et al. (2020), eq. 1.
-
-    Raises:
-        ValueError: an unknown norm, a negative radius, or empty bounds.
     """
 
     norm: Norm = "linf"
@@ -164,11 +161,7 @@ class Threat:
         return scale(d, 1 / divisor(self.size(d)))
 
     def clip(self, delta: Tensor, x: Tensor) -> Tensor:
-        """Project the perturbation into the ball, then into the bounds around x; all [B, …].
-
-        Raises:
-            ValueError: the norm is neither linf nor l2.
-        """
+        """Project the perturbation into the ball, then into the bounds around x; all [B, …]."""
         radius = self.eps * self.unit(x)
         if self.p == math.inf:
             reach = scale(torch.ones_like(delta), radius)

@@ -17,7 +17,7 @@ from lightning_rob.cli.lightning_cli import RobustCLI
 from lightning_rob.data import ImageData
 from lightning_rob.nets import PreActResNet18, ResNet20, SmallCNN, ZooNet
 from lightning_rob.recipes.plugins import expand
-from lightning_rob.threat import Threat, pixels
+from lightning_rob.threat import Threat
 from lightning_rob.transforms import named
 from tests.nets.test_weights import dverge_state
 from tests.tiny import ROOT, pgd, recipe, records, robust_eval, run, same_weights, weights
@@ -299,11 +299,6 @@ def test_callback_plugs_into_transformation_ensembles(file, tmp_path, monkeypatc
     assert len(names_in(tmp_path) - {"clean", "worst"}) == count
 
 
-def test_a_suite_is_one_evaluation_of_all_its_attacks():
-    counts = {name: len(plugged(name)["init_args"]["attacks"]) for name in NOT_TINY[:3]}
-    assert counts == {"cw_all": 4, "rec_all": 11, "rec_suite": 5}
-
-
 IN_L2 = {  # plug-in -> the lengths of its attacks at l2 128/255, in 255ths
     "adaptive_pgd": [32],
     "adaptive_pgd_logits": [32],
@@ -508,55 +503,6 @@ def test_finetune_mix_in_starts_from_a_file_at_a_low_learning_rate(tmp_path, mon
     with pytest.raises(SystemExit):
         run("fit", *args)
     assert "pretrained.pt" in capsys.readouterr().err
-
-
-def attacks_in(content):
-    """Return every attack with its name, however deep in a recipe or plug-in."""
-    if isinstance(content, list):
-        return [pair for part in content for pair in attacks_in(part)]
-    if not isinstance(content, dict):
-        return []
-    here = content.get("attacks")
-    found = list(here.items()) if isinstance(here, dict) else []
-    return found + [pair for part in content.values() for pair in attacks_in(part)]
-
-
-def test_attacks_called_arc_are_the_papers():
-    """One local radius: eps for linf, PGD's step of eps / 4 for l2."""
-    files = [*CONFIGS, *PLUGINS]
-    attacks = [pair for p in files for pair in attacks_in(content_of(p))]
-    single = [attack for name, attack in attacks if name in ("arc", "arc_top4", "member_1_arc")]
-    assert len(single) >= 10
-    for attack in single:
-        norm = attack["init_args"]["threat"]["norm"]
-        assert local_radius(attack) in (None, pytest.approx({"linf": 1, "l2": 0.25}[norm]))
-
-
-def local_radius(attack):
-    """Return the local radius as a share of eps; None if it is left to ARC."""
-    assert attack["class_path"].endswith("ARC")
-    options = attack["init_args"]
-    radius = options.get("step_size")
-    return radius and pixels(radius) / pixels(options["threat"]["eps"])
-
-
-def test_the_first_member_is_attacked_as_the_ensemble_is():
-    """The same attacks in the same order, so that their rows can be paired."""
-
-    def attacks(*names):
-        return [attack for n in names for attack in plugged(n)["init_args"]["attacks"].values()]
-
-    alone = attacks("first_member", "first_member_arc")
-    assert alone == attacks("adaptive_pgd", "arc", "climb")
-    demo = content_of(ROOT / "configs/demo.yaml")["trainer"]["callbacks+"]
-    each, twice, first = (callback["init_args"] for callback in demo[1:])
-    whole = each["attacks"] | twice["attacks"]
-    assert list(first["attacks"].values()) == list(whole.values())
-
-
-def test_no_yaml_drops_callbacks():
-    for file in [*(ROOT / "configs").rglob("*.yaml"), *PLUGINS]:
-        assert "callbacks:" not in file.read_text()
 
 
 def test_every_file_is_a_recipe_a_mix_in_or_a_search_space():

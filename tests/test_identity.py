@@ -202,25 +202,6 @@ def test_odd_values_have_a_description(value):
     assert cache_key(value=value) == cache_key(value=value) != cache_key(value=None)
 
 
-def test_an_uninitialized_layer_is_equal_to_none():
-    net = nn.LazyLinear(3)
-    assert fingerprint(net) != fingerprint(net)
-
-
-def test_shared_parts_take_no_exponential_time():
-    twice = [1.0]
-    for _ in range(60):
-        twice = [twice, twice]
-    layers = [TinyNet() for _ in range(40)]
-    for layer, *before in zip(layers[2:], layers, layers[1:], strict=False):
-        layer.before = before
-    net = TinyNet()
-    net.twice, net.layers = twice, nn.Sequential(*layers)
-    before = fingerprint(net)
-    layers[0].norm.eps = 0.1
-    assert fingerprint(net) != before
-
-
 class Logged(LightningModule):
     def __init__(self):
         super().__init__()
@@ -260,12 +241,6 @@ def test_an_object_without_description_is_equal_to_none_of_another_process():
     check_describable(PLAIN)
 
 
-def test_a_key_depends_on_arrays_functions_and_nested_values():
-    values = (1, 1.0, "1", None, [1], torch.ones(1), torch.ones(2), Scaled(1), Scaled(len), Scaled)
-    assert len({cache_key(value=value) for value in values}) == len(values)
-    assert cache_key(a=1, b=Scaled(torch.ones(2))) == cache_key(b=Scaled(torch.ones(2)), a=1)
-
-
 def test_code_without_a_file_is_equal_to_none_of_another_process():
     notebook: dict[str, Any] = {"__name__": "no_file"}
     exec("class Cell: pass\ndef act(x): return x", notebook)
@@ -291,11 +266,3 @@ def test_a_spec_is_a_recipe_of_the_attack(attack):
     parser.add_argument("--attack", type=Attack)
     config = parser.parse_object({"attack": attack_spec(attack)})
     assert parser.instantiate(config).attack == attack
-
-
-def test_a_spec_has_import_paths():
-    assert attack_spec(PLAIN)["class_path"] == "lightning_rob.PGD"
-    arguments = attack_spec(PLAIN)["init_args"]
-    assert arguments["objective"] == "lightning_rob.objectives.ce_of_mean_logits"
-    assert arguments["threat"]["init_args"]["bounds"] == [0.0, 1.0]
-    assert attack_spec(Threat(float("inf")))["init_args"]["norm"] == "inf"  # as JSON has none

@@ -1,11 +1,8 @@
 """The figures: each number and image in its place, readable."""
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 
 from lightning_rob.plots import (
@@ -103,18 +100,6 @@ def test_figure_says_what_each_member_classes():
     assert figure.get_suptitle() == "a title"
     with pytest.raises(ValueError, match="at least one case"):
         gallery([], ("one", "two"))
-
-
-def test_eight_members_fit_beside_an_image():
-    figure = gallery([case(1, members=8)], ("one", "two"))
-
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    boxes = [text.get_window_extent() for text in figure.axes[3].texts]
-    assert len(boxes) == 8
-    assert all(upper.y0 >= lower.y1 - 1 for upper, lower in pairwise(boxes))
-    assert all(box.y0 >= 0 and box.y1 <= figure.bbox.y1 for box in boxes)
-    assert all(box.x1 <= figure.axes[4].get_window_extent().x0 for box in boxes)
 
 
 def test_curves_show_accuracy_and_interval_at_each_value():

@@ -1,7 +1,6 @@
 """Two nodes of one process each, by torchrun or as SLURM starts them, do what one process does."""
 
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -82,33 +81,6 @@ def test_two_nodes_give_the_figures_of_one_process(start, tmp_path):
     assert {name: n for name, (n, _) in one.items()} == {"apgd": 33, "arc": 33, "worst": 33}
     assert 0 < one["apgd"][1] < 1
     assert two == one
-
-
-@pytest.mark.slow
-def test_workers_of_ray_leave_the_records_of_one_process(tmp_path):
-    """By the script of the page."""
-    pytest.importorskip("ray")
-    page = (ROOT / "docs/running.md").read_text()
-    script = tmp_path / "on_ray.py"
-    script.write_text(re.search(r"```python\n(import os\n.*?import ray.*?)```", page, re.S)[1])
-    done = shell("fit", "--config", recipe(tmp_path))
-    assert done.returncode == 0, done.stderr
-    checkpoint, images = tmp_path / "run/version_0/checkpoints/epoch=3-step=16.ckpt", []
-    for name, start in {"one": ["-m", "lightning_rob"], "two": [script, 2]}.items():
-        strategy = [] if name == "one" else [DDP]
-        given = ["test", "--config", attacked(tmp_path / name), "--ckpt_path", checkpoint]
-        done = subprocess.run(
-            [sys.executable, *map(str, [*start, *given, *strategy])],
-            capture_output=True,
-            text=True,
-            env=os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
-            cwd=ROOT,
-        )
-        assert done.returncode == 0, done.stderr
-        images.append([p.read_bytes() for p in sorted((tmp_path / name).rglob("images/*.csv"))])
-    assert images[0]
-    assert images[0] == images[1]
-    assert figures(tmp_path / "one") == figures(tmp_path / "two")
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """The trained networks of the package have the accuracies of their cards, and all commands run."""
 
-import os
 import re
 import shlex
 from pathlib import Path
@@ -41,7 +40,6 @@ def test_a_network_has_the_accuracies_of_its_card(name):
 
 def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os, "setpriority", lambda *_: None)  # for the tests after this one
     page = (ROOT / "docs/index.md").read_text().partition("## Try it without training")[2]
     block = re.search(r"```bash\n(.*?)```", page, re.S)[1].replace("\\\n", "")
     for line in block.splitlines():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 import yaml
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from torch import Tensor, nn
 
 from lightning_rob.cli import main
@@ -16,6 +16,8 @@ from lightning_rob.data import ImageData
 from tests.schema import checked
 
 ROOT = Path(__file__).parent.parent
+CKPT = "run/version_0/checkpoints/last.ckpt"
+KEPT = {"class_path": "ModelCheckpoint", "init_args": {"save_last": True}}
 
 
 class TinyNet(nn.Module):
@@ -140,6 +142,27 @@ def run(*args: str) -> None:
     main(list(map(str, args)))
 
 
+def fit(folder: Path, *args: str, callbacks=(), **overrides) -> Path:
+    """Run a recipe, by default without a robust evaluation; return its last checkpoint."""
+    if not callbacks:
+        overrides = {"model__init_args__monitor": None} | overrides
+    file = recipe(folder, **{"trainer__callbacks+": [KEPT, *callbacks]} | overrides)
+    run("fit", "--config", file, *args)
+    return folder / CKPT
+
+
+def quiet_trainer(*callbacks: Callback, **options) -> Trainer:
+    """A trainer that writes and prints nothing."""
+    silent = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    given = {"accelerator": "cpu", "devices": 1} | dict.fromkeys(silent, False) | options
+    return Trainer(callbacks=list(callbacks), **given)
+
+
+def images_of(data: ImageData, part: str = "test") -> tuple[Tensor, Tensor]:
+    samples = [data.parts[part][i] for i in range(len(data.parts[part]))]
+    return torch.stack([s[0] for s in samples]), torch.tensor([s[1] for s in samples])
+
+
 def shell(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own."""
     command = [sys.executable, "-m", "lightning_rob", *map(str, args)]
@@ -169,10 +192,3 @@ class KillAt(Callback):
     def on_train_batch_end(self, trainer, *_) -> None:
         if trainer.global_step == self.step:
             os.kill(os.getpid(), signal.SIGKILL)
-
-
-class Bright(Blobs):
-    """Images in [0, 255], a common slip."""
-
-    def source(self, train: bool):
-        return [(255 * x, y) for x, y in super().source(train)]

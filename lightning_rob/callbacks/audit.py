@@ -1,6 +1,7 @@
 """Audit of a defense at validation and test, beside or instead of other attacks."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -15,7 +16,7 @@ from lightning_rob.callbacks.progress import console_of
 from lightning_rob.callbacks.robust_eval import RobustEval, full_defense
 from lightning_rob.data.base import labelled_images
 from lightning_rob.defenses.transductive import give_source
-from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings, RoundProtocol
+from lightning_rob.evaluation import RoundProtocol
 from lightning_rob.evaluation.groups import Batch
 from lightning_rob.metrics import PerImage
 from lightning_rob.runtime.errors import at_least
@@ -37,17 +38,12 @@ class RobustAudit(EvaluationCallback):
         threat: linf or l2; None is linf 8/255.
         steps: steps of the default PGD; longer attacks have a multiple of it.
         queries: queries of the Square Attack for each image.
-        every_n_epochs: audit in every n-th epoch of `fit`.
         max_images: number of audited images, a random choice by the seed; None audits all.
-        seed: seed of the audit's noise.
         protocol: rounds in which a defense that adapts is attacked; None is `RoundProtocol()`.
         record: file in the run's folder.
-        group_size: images that are attacked together; other sizes may round otherwise.
         power: test whether each attack finds adversarial images that exist by construction.
-        **inputs: `unpack`, `preprocess` and `dataloader_idx` of `EvaluationCallback`.
-
-    Raises:
-        ValueError: a count below 1, or a threat that not all attacks support.
+        **options: every_n_epochs, seed, group_size, unpack, preprocess and dataloader_idx of
+            `EvaluationCallback`.
     """
 
     def __init__(
@@ -55,19 +51,14 @@ class RobustAudit(EvaluationCallback):
         threat: Threat | None = None,
         steps: int = 20,
         queries: int = 1000,
-        every_n_epochs: int = 1,
         max_images: int | None = 100,
-        seed: int = 0,
         protocol: RoundProtocol | None = None,
         record: str = "audit.json",
-        group_size: int = GROUP_SIZE,
         power: bool = False,
-        **inputs: Any,
+        **options: Any,
     ) -> None:
-        settings = EvaluationSettings(
-            seed, max_images=max_images, group_size=group_size, protocol=protocol
-        )
-        super().__init__(settings, every_n_epochs, None, **inputs)
+        super().__init__(None, max_images=max_images, **options)
+        self.settings = replace(self.settings, protocol=protocol)
         at_least(1, steps=steps, queries=queries)
         self.threat = threat or Threat()
         self.steps = steps

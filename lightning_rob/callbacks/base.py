@@ -21,7 +21,7 @@ from lightning_rob.defenses import Defense
 from lightning_rob.defenses.transductive import reporting_adaptation
 from lightning_rob.evaluation.evaluate import as_defense
 from lightning_rob.evaluation.evaluator import EvaluationSettings
-from lightning_rob.evaluation.groups import Batch, Unpack
+from lightning_rob.evaluation.groups import GROUP_SIZE, Batch, Unpack
 from lightning_rob.randomness import own_streams
 from lightning_rob.runtime.errors import at_least
 from lightning_rob.threat import Norm, pixels
@@ -37,9 +37,11 @@ class EvaluationCallback(Callback, ABC):
     training tries two images of each batch and reports nothing.
 
     Args:
-        settings: seed, number of images, size of groups.
-        every_n_epochs: evaluate in every n-th epoch of `fit`.
         attacks: name -> attack; the attribute has those that no earlier callback of the run runs.
+        every_n_epochs: evaluate in every n-th epoch of `fit`.
+        max_images: number of attacked images, a random choice by the seed; None attacks all.
+        seed: seed of all noise.
+        group_size: images that are attacked together; other sizes may round otherwise.
         unpack: function of a batch that returns (images, labels) or (images, labels, indices),
             images in [0, 1]; None takes batches that are so already.
         preprocess: function that is applied to images before a plain network, such as a
@@ -49,15 +51,17 @@ class EvaluationCallback(Callback, ABC):
 
     def __init__(
         self,
-        settings: EvaluationSettings,
-        every_n_epochs: int = 1,
         attacks: Mapping[str, Attack] | None = None,
+        every_n_epochs: int = 1,
+        max_images: int | None = None,
+        seed: int = 0,
+        group_size: int = GROUP_SIZE,
         unpack: Unpack | None = None,
         preprocess: Callable[..., Any] | None = None,
         dataloader_idx: int | None = None,
     ) -> None:
         at_least(1, every_n_epochs=every_n_epochs)
-        self.settings = settings
+        self.settings = EvaluationSettings(seed, max_images=max_images, group_size=group_size)
         self.every_n_epochs = every_n_epochs
         self.inputs = Inputs(unpack, preprocess, dataloader_idx)
         self.given, self.attacks = dict(attacks or {}), dict(attacks or {})

@@ -14,7 +14,6 @@ from lightning_rob.callbacks.progress import console_of
 from lightning_rob.certify import Certificates
 from lightning_rob.certify.smoothing import Certifier, new_rows, smoothed_by
 from lightning_rob.defenses import Smoothing
-from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings
 from lightning_rob.evaluation.groups import Batch
 from lightning_rob.evaluation.records import append_records
 
@@ -32,12 +31,10 @@ class CertifiedEval(EvaluationCallback):
         radii: l2 radii in pixel units.
         draws: most draws that bound the probability of an image's class.
         failure: probability that the radius of an image is too large.
-        every_n_epochs: certify in every n-th epoch of `fit`.
         max_images: number of images, a random choice by the seed; None certifies all.
-        seed: seed of the noise.
         record: file in the run's folder to which each result is appended as a line of JSON.
-        group_size: images whose draws go through the model together.
-        **inputs: `unpack`, `preprocess` and `dataloader_idx` of `EvaluationCallback`.
+        **options: every_n_epochs, seed, group_size, unpack, preprocess and dataloader_idx of
+            `EvaluationCallback`.
     """
 
     def __init__(
@@ -46,17 +43,13 @@ class CertifiedEval(EvaluationCallback):
         radii: Sequence[float] = (0.0, 0.25, 0.5, 1.0),
         draws: int = 1000,
         failure: float = 0.001,
-        every_n_epochs: int = 1,
         max_images: int | None = 100,
-        seed: int = 0,
         record: str = "certified.jsonl",
-        group_size: int = GROUP_SIZE,
-        **inputs: Any,
+        **options: Any,
     ) -> None:
-        settings = EvaluationSettings(seed, max_images=max_images, group_size=group_size)
-        super().__init__(settings, every_n_epochs, None, **inputs)
+        super().__init__(None, max_images=max_images, **options)
         self.sigma, self.radii, self.record = sigma, tuple(radii), record
-        self.certifier = Certifier(draws, failure, self.radii, seed)
+        self.certifier = Certifier(draws, failure, self.radii, self.settings.seed)
         self.rows = new_rows()
         self.smoothed: Smoothing | None = None
         self.result: Certificates | None = None

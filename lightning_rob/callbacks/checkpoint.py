@@ -82,9 +82,6 @@ class RobustCheckpoint(ModelCheckpoint):
         filename: as of ModelCheckpoint; a "/" in the result becomes "-". None is the epoch and
             the value.
         **options: other options of ModelCheckpoint.
-
-    Raises:
-        ValueError: checkpoints by steps or by time, between evaluations.
     """
 
     def __init__(

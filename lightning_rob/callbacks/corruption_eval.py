@@ -36,10 +36,6 @@ class CorruptionEval(RobustEval):
         reference: corruption -> mean error of a reference network over the five severities, for
             mCE: on other data than ImageNet, of a network of your own. "alexnet" has the paper's.
         **options: options of `RobustEval`, such as `max_images`.
-
-    Raises:
-        ValueError: a severity that does not exist, a reference for other corruptions or without
-            all severities; when run, two callbacks of this kind on a data loader.
     """
 
     def __init__(

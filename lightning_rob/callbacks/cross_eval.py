@@ -16,7 +16,6 @@ from lightning_rob.callbacks.base import EvaluationCallback, with_threat
 from lightning_rob.callbacks.images import Images
 from lightning_rob.callbacks.loggers import log_picture, writing_folder
 from lightning_rob.defenses import Defense, Single, is_transform_ensemble
-from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings
 from lightning_rob.evaluation.groups import Batch
 from lightning_rob.evaluation.protocol import evaluate_once
 from lightning_rob.evaluation.records import append_records
@@ -45,30 +44,20 @@ class TransferMatrixEval(EvaluationCallback):
 
     Args:
         attacks: name -> attack.
-        every_n_epochs: evaluate in every n-th epoch of `fit`.
-        max_images: number of attacked images, a random choice by the seed; None attacks all.
-        seed: seed of all noise.
         record: file in the run's folder to which each matrix is appended as a line of JSON.
         eps: radius of all attacks instead of their own, see `RobustEval`.
         norm: norm of the attacks instead of their own, with `eps`.
-        group_size: images that are attacked together; other sizes may round otherwise.
-        **inputs: `unpack`, `preprocess` and `dataloader_idx` of `EvaluationCallback`.
-
-    Raises:
-        ValueError: no attacks, one called "clean" or "acc", or a count below 1.
+        **options: every_n_epochs, max_images, seed, group_size, unpack, preprocess and
+            dataloader_idx of `EvaluationCallback`.
     """
 
     def __init__(
         self,
         attacks: dict[str, Attack],
-        every_n_epochs: int = 1,
-        max_images: int | None = None,
-        seed: int = 0,
         record: str = "transfer.jsonl",
         eps: Length | None = None,
         norm: Norm | None = None,
-        group_size: int = GROUP_SIZE,
-        **inputs: Any,
+        **options: Any,
     ) -> None:
         if not attacks:
             raise ValueError("attacks must name at least one attack, got an empty dict")
@@ -76,9 +65,7 @@ class TransferMatrixEval(EvaluationCallback):
             raise ValueError(
                 f"no attack can be called {taken.pop()!r}: that column has another meaning"
             )
-        settings = EvaluationSettings(seed, max_images=max_images, group_size=group_size)
-        given = with_threat(attacks, eps, norm)
-        super().__init__(settings, every_n_epochs, given, **inputs)
+        super().__init__(with_threat(attacks, eps, norm), **options)
         self.record = record
         self.matrices: dict[str, TransferMatrix] = {}
         self.transfers: dict[str, Transferability] = {}
@@ -156,7 +143,6 @@ class TransferMatrixEval(EvaluationCallback):
                 log_picture(trainer, tag, pixels(figure))
 
     def _results(self, defense: Defense) -> list[dict[str, Any]]:
-        """Return one record per matrix; the matrix of clean images comes first."""
         shared = self.images[0].metadata | {"probs": defense.weights.tolist()}
         shared |= {"names": defense.names}
         n, size, found = int(self.count.compute()), (len(defense.weights), -1), []

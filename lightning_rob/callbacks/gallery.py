@@ -12,7 +12,6 @@ from lightning_rob.callbacks.base import EvaluationCallback, with_threat
 from lightning_rob.callbacks.images import Images, gather
 from lightning_rob.callbacks.loggers import log_picture, writing_folder
 from lightning_rob.defenses import Defense
-from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings
 from lightning_rob.evaluation.groups import Batch
 from lightning_rob.evaluation.protocol import evaluate_once
 from lightning_rob.evaluation.records import append_records
@@ -40,15 +39,11 @@ class Gallery(EvaluationCallback):
         strong: attack that fools every member.
         names: names of the two attacks; None takes those of their classes.
         count: number of images to show.
-        max_images: number of attacked images, a random choice by the seed; None attacks all.
-        seed: seed of all noise.
         name: name of the files.
         eps: radius of both attacks instead of their own, see `RobustEval`.
         norm: norm of the attacks instead of their own, with `eps`.
-        group_size: images that are attacked together; other sizes may round otherwise.
-
-    Raises:
-        ValueError: a count below 1, or names that are not two.
+        **options: max_images, seed, group_size, unpack, preprocess and dataloader_idx of
+            `EvaluationCallback`.
     """
 
     def __init__(
@@ -57,14 +52,12 @@ class Gallery(EvaluationCallback):
         strong: Attack,
         names: list[str] | None = None,
         count: int = 8,
-        max_images: int | None = None,
-        seed: int = 0,
         name: str = "gallery",
         eps: Length | None = None,
         norm: Norm | None = None,
-        group_size: int = GROUP_SIZE,
+        **options: Any,
     ) -> None:
-        super().__init__(EvaluationSettings(seed, max_images=max_images, group_size=group_size))
+        super().__init__(None, **options)
         at_least(1, count=count)
         if names is not None and len(names) != 2:
             raise ValueError(f"names must be two, of the weak and the strong attack, got {names}")

@@ -106,9 +106,7 @@ class TerminateOnNonFinite(Callback):
         """Exit if a signal came while Python could not handle it."""
         stop.leave()
 
-    def on_test_batch_end(self, *_: Any) -> None:
-        """Exit if a signal came while Python could not handle it."""
-        stop.leave()
+    on_test_batch_end = on_validation_batch_end  # type: ignore[assignment]
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]

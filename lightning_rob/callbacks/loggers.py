@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import CometLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger, WandbLogger
 from torch import Tensor
 
 
@@ -29,7 +29,7 @@ def writing_folder(trainer: Trainer) -> Path | None:
 
 
 def log_picture(trainer: Trainer, name: str, picture: Tensor) -> None:
-    """Log a picture [C, H, W] in [0, 1] with TensorBoard, W&B, MLflow and Comet."""
+    """Log a picture [C, H, W] in [0, 1] with TensorBoard, W&B and MLflow."""
     step = trainer.global_step
     pixels = (255 * picture.clamp(0, 1)).round().byte().movedim(0, -1).cpu().numpy()
     for logger in trainer.loggers:
@@ -41,12 +41,10 @@ def log_picture(trainer: Trainer, name: str, picture: Tensor) -> None:
             case MLFlowLogger():
                 file = f"{name}/step_{step:06d}.png"
                 logger.experiment.log_image(logger.run_id, pixels, file)
-            case CometLogger():
-                logger.experiment.log_image(pixels, name, step=step)
 
 
 def log_text(trainer: Trainer, name: str, text: str) -> None:
-    """Log Markdown with TensorBoard, W&B, MLflow and Comet."""
+    """Log Markdown with TensorBoard, W&B and MLflow."""
     step = trainer.global_step
     for logger in trainer.loggers:
         match logger:
@@ -56,5 +54,3 @@ def log_text(trainer: Trainer, name: str, text: str) -> None:
                 logger.log_text(name, columns=["text"], data=[[text]], step=step)
             case MLFlowLogger():
                 logger.experiment.log_text(logger.run_id, text, f"{name}/step_{step:06d}.md")
-            case CometLogger():
-                logger.experiment.log_text(text, step=step, metadata={"name": name})

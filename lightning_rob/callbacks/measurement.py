@@ -27,7 +27,8 @@ class Measurement(EvaluationCallback):
         inputs: Inputs | None = None,
         after_batch: Callable[[], None] | None = None,
     ) -> None:
-        super().__init__(settings, 1, attacks, **vars(inputs or Inputs()))
+        super().__init__(attacks, **vars(inputs or Inputs()))
+        self.settings = settings
         self.target = target
         self.after_batch = after_batch
         self.evaluator: Evaluator | None = None

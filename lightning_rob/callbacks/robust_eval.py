@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import chain, count
 from pathlib import Path
@@ -21,13 +22,12 @@ from lightning_rob.defenses import Defense
 from lightning_rob.defenses.transductive import give_source
 from lightning_rob.evaluation.evaluator import (
     AttackedBatch,
-    EvaluationSettings,
     Evaluator,
     check_names,
     require_packages,
 )
 from lightning_rob.evaluation.findings import warn_of
-from lightning_rob.evaluation.groups import GROUP_SIZE, Batch
+from lightning_rob.evaluation.groups import Batch
 from lightning_rob.evaluation.images import save_images
 from lightning_rob.evaluation.protocol import RoundProtocol
 from lightning_rob.evaluation.records import (
@@ -73,12 +73,9 @@ class RobustEval(EvaluationCallback):
         attacks: name -> attack.
         target: function of the module's defense that returns the attacked one, e.g.
             `first_member`. Only attacks on the full defense count in `worst`.
-        every_n_epochs: evaluate in every n-th epoch of `fit`.
-        max_images: number of attacked images, a random choice by the seed; None attacks all.
         repeats: attacks of each image with fresh noise; the scores are averaged.
         inferences: predictions of each image, clean or perturbed once; of more than one the table
             has the 95 % t interval, the spread by the defense's own randomness.
-        seed: seed of all noise.
         panel: number of images that are drawn: clean, perturbation, adversarial.
         record: file in the run's folder to which each result is appended as a line of JSON.
         eps: radius of all attacks instead of their own, in pixel units; step sizes keep their
@@ -90,26 +87,19 @@ class RobustEval(EvaluationCallback):
             a `Quantized8Bit` attack makes, else float32 arrays.
         private_draws: fresh defenders, each with private randomness of its own, that adapt to the
             same perturbed batch; of more than one the intervals hold that randomness too.
-        group_size: images that are attacked together; other sizes may round otherwise.
         power: number of images, of each process, on which the attacks are tested: do they find
             adversarial images that exist by construction? See `lightning_rob.audit.power`.
         known_noise: attack a defense that predicts at random once more, by an attacker who knows
             its draws, and log `{stage}/robust/known_noise`; see `EvaluationResult.known_noise`.
-        **inputs: `unpack`, `preprocess` and `dataloader_idx` of `EvaluationCallback`.
-
-    Raises:
-        ValueError: no attacks, or a count below 1; when run, several private draws of a defense
-            that does not adapt.
+        **options: every_n_epochs, max_images, seed, group_size, unpack, preprocess and
+            dataloader_idx of `EvaluationCallback`.
     """
 
     def __init__(
         self,
         attacks: dict[str, Attack],
         target: Callable[[Defense], Defense] = full_defense,
-        every_n_epochs: int = 1,
-        max_images: int | None = None,
         repeats: int = 1,
-        seed: int = 0,
         panel: int = 6,
         record: str = "robust.jsonl",
         eps: Length | None = None,
@@ -118,25 +108,22 @@ class RobustEval(EvaluationCallback):
         protocol: RoundProtocol | None = None,
         save_images: bool = False,
         private_draws: int = 1,
-        group_size: int = GROUP_SIZE,
         power: int = 0,
         known_noise: bool = False,
-        **inputs: Any,
+        **options: Any,
     ) -> None:
         at_least(0, power=power)
-        settings = EvaluationSettings(
-            seed,
-            repeats,
-            inferences,
-            private_draws,
-            max_images,
-            group_size,
-            protocol,
-            known_noise,
-        )
         given = with_threat(attacks, eps, norm)
         check_names(given)  # the radius too
-        super().__init__(settings, every_n_epochs, given, **inputs)
+        super().__init__(given, **options)
+        self.settings = replace(
+            self.settings,
+            repeats=repeats,
+            inferences=inferences,
+            private_draws=private_draws,
+            protocol=protocol,
+            known_noise=known_noise,
+        )
         self.target = target
         self.panel = panel
         self.record = record
@@ -249,16 +236,6 @@ class RobustEval(EvaluationCallback):
         logged = {f"{stage}/robust/{name}": value for name, value in values.items()}
         for key, value in logged.items():
             self.log_value(pl_module, key, value, prog_bar=key.endswith("/worst"))
-        self._log_findings(pl_module, stage)
-        for callback in chain(*(evaluation.callbacks for evaluation in self.evaluations)):
-            callback.log_more(pl_module, stage)
-        if hook := getattr(pl_module, "on_robust_evaluation", None):
-            hook(logged)
-
-    def log_more(self, pl_module: Any, stage: str) -> None:
-        """Log figures that are computed from `result`; called on every process."""
-
-    def _log_findings(self, pl_module: Any, stage: str) -> None:
         results = [evaluation.result for evaluation in self.evaluations]
         flagged = {one.text: one for found in results for one in found.findings if one.flagged}
         blind = [found.blind(name) for found in results for name in found.attacks]
@@ -266,6 +243,13 @@ class RobustEval(EvaluationCallback):
         known = [share for share in blind if not math.isnan(share)]
         self.log_value(pl_module, f"{stage}/robust/blind", max(known, default=0.0))
         warn_of(flagged.values())
+        for callback in chain(*(evaluation.callbacks for evaluation in self.evaluations)):
+            callback.log_more(pl_module, stage)
+        if hook := getattr(pl_module, "on_robust_evaluation", None):
+            hook(logged)
+
+    def log_more(self, pl_module: Any, stage: str) -> None:
+        """Log figures that are computed from `result`; called on every process."""
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for evaluation in self.evaluations:
@@ -391,7 +375,6 @@ class Evaluation:
             log_picture(trainer, tag, picture)
 
     def _stem(self, names: Iterable[str]) -> str:
-        """Return the name of a file of this evaluation, without suffix."""
         trainer, (first, *more) = self.trainer, names
         epoch = [f"epoch{trainer.current_epoch:04d}"] if trainer.state.fn == "fit" else []
         often = trainer.val_check_interval

@@ -16,7 +16,6 @@ from lightning_rob.callbacks.images import Images
 from lightning_rob.callbacks.loggers import writing_folder
 from lightning_rob.callbacks.progress import console_of
 from lightning_rob.defenses import Defense, is_transform_ensemble
-from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings
 from lightning_rob.evaluation.groups import Batch
 from lightning_rob.evaluation.protocol import check_within
 from lightning_rob.evaluation.records import append_records
@@ -53,17 +52,12 @@ class VotingRuleEval(EvaluationCallback):
         attacked: members that the attacker knows, in the same words; None is all.
         each_target: of each attack make a `TAA` on every member that can be attacked, in turn, and
             call it `{attack}_on_{transformation}` (Table 4).
-        every_n_epochs: evaluate in every n-th epoch of `fit`.
-        max_images: number of attacked images, a random choice by the seed; None attacks all.
-        seed: seed of all noise and of the compositions.
         record: file in the run's folder to which each accuracy is appended as a line of JSON.
         only: patterns of the names of the attacks to run, such as "cw*"; None runs all.
         eps: radius of all attacks instead of their own, see `RobustEval`.
         norm: norm of the attacks instead of their own, with `eps`.
-        group_size: images that are attacked together; other sizes may round otherwise.
-
-    Raises:
-        ValueError: no attacks, none that `only` names, one called "clean", or a count below 1.
+        **options: every_n_epochs, max_images, seed, group_size, unpack, preprocess and
+            dataloader_idx of `EvaluationCallback`; the seed is that of the compositions too.
     """
 
     def __init__(
@@ -74,14 +68,11 @@ class VotingRuleEval(EvaluationCallback):
         draws: int = 5,
         attacked: Names | None = None,
         each_target: bool = False,
-        every_n_epochs: int = 1,
-        max_images: int | None = None,
-        seed: int = 0,
         record: str = "votes.jsonl",
         only: list[str] | None = None,
         eps: Length | None = None,
         norm: Norm | None = None,
-        group_size: int = GROUP_SIZE,
+        **options: Any,
     ) -> None:
         if not attacks:
             raise ValueError("attacks must name at least one attack, got an empty dict")
@@ -92,8 +83,7 @@ class VotingRuleEval(EvaluationCallback):
         kept = {n: a for n, a in attacks.items() if any(fnmatchcase(n, p) for p in patterns)}
         if not kept:
             raise ValueError(f"no attack is called {', '.join(patterns)}: {', '.join(attacks)}")
-        settings = EvaluationSettings(seed, max_images=max_images, group_size=group_size)
-        super().__init__(settings, every_n_epochs, attacks=with_threat(kept, eps, norm))
+        super().__init__(with_threat(kept, eps, norm), **options)
         self.rules = rules or dict(VOTING_RULES)
         self.ensembles = ensembles
         self.draws = draws
@@ -138,7 +128,6 @@ class VotingRuleEval(EvaluationCallback):
         return [Images(trainer, loaders, self.inputs, self.settings, attacks=len(self.made))]
 
     def _known_part(self, defense: Any) -> Any:
-        """Return the part of the defense that the attacker knows."""
         if self.attacked is None:
             return defense
         return defense.part(_places(defense, self.attacked, self.settings.seed))

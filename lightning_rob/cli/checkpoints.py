@@ -73,7 +73,6 @@ class SafeCheckpointIO(TorchCheckpointIO):
 
 
 def _without_objects(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint whose hyper-parameters are plain values."""
     content = dict(checkpoint)
     for kind in (LightningModule, LightningDataModule):
         found = content.get(kind.CHECKPOINT_HYPER_PARAMS_KEY)

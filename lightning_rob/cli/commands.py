@@ -21,15 +21,11 @@ from lightning_rob.recipes.safe_yaml import load_file, one_line, reading_recipes
 from lightning_rob.runtime.errors import InputError
 
 
-def is_no_tip(record: logging.LogRecord) -> bool:
-    """Filter of a logger that drops Lightning's advice to install other products of its makers."""
-    return "Tip: For seamless cloud" not in str(record.msg)
-
-
 def run_command(line: CommandLine) -> None:
     """Run a command that needs torch: one of `RUNNERS`, or of Lightning."""
-    # Lightning writes them at level INFO, like its devices and why a fit stopped, which stay.
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(is_no_tip)
+    # Advice to install other products, at level INFO like Lightning's devices, which stay.
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addFilter(lambda record: "Tip: For seamless cloud" not in str(record.msg))
     warnings.filterwarnings("ignore", ".*LeafSpec")  # of torch on Lightning, in every run
     if line.command != "fit":  # which alone goes on with the list of its best checkpoints
         warnings.filterwarnings("ignore", "The dirpath has changed")
@@ -42,8 +38,7 @@ def run_command(line: CommandLine) -> None:
 class CommandCLI(RobustCLI):
     """Builds what `test` (or, without `run`, `fit`) would run, and runs a command instead."""
 
-    def _method(self) -> str:
-        return "test"
+    in_place_of = "test"
 
     def add_arguments_to_parser(self, parser: Any) -> None:
         super().add_arguments_to_parser(parser)
@@ -56,6 +51,8 @@ class CommandCLI(RobustCLI):
             del self.config[option.name]
 
     def test(self, model: Any, datamodule: Any, ckpt_path: str | None = None, **_: Any) -> None:
+        if not ckpt_path and self.line.command != "sweep":  # of a recipe of trained networks too
+            raise InputError(f"say whose weights: lightning-rob {self.line.command} CHECKPOINT")
         if ckpt_path:  # the trainer, which would load it, does not run
             load_weights(model, self.checkpoint_io.load_checkpoint(ckpt_path))
         self.failed = function_of(self.line.command)(self.line.options, self.built(ckpt_path))
@@ -96,22 +93,18 @@ def model_overrides(args: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _with_checkpoints(line: CommandLine) -> None:
-    models = line.options.models
-    starts: dict[str, Callable[[], tuple[Any, Callable[[Path], Run]]]] = {
-        "": lambda: (line.options, partial(_build, line))
-    }
-    if models:
+    def start(own: Sequence[str] = ()) -> tuple[Any, Callable[[Path], Run]]:
+        one = read_command_line(line.command, *line.given, *own) if own else line
+        return one.options, partial(_build, one)
+
+    starts: dict[str, Callable[[], tuple[Any, Callable[[Path], Run]]]] = {"": start}
+    if models := line.options.models:
         starts = {
-            label: partial(_started, line, [*own, f"--label={label}", "--models=null"])
+            label: partial(start, [*own, f"--label={label}", "--models=null"])
             for label, own in read_models(models, type(line.options)).items()
         }
     # Each model is built when its turn comes: a folder may get checkpoints for hours.
     function_of(line.command)(line.options, starts)
-
-
-def _started(line: CommandLine, own: list[str]) -> tuple[Any, Callable[[Path], Run]]:
-    line = read_command_line(line.command, *line.given, *own)
-    return line.options, partial(_build, line)
 
 
 def _build(line: CommandLine, path: Path) -> Run:
@@ -128,14 +121,11 @@ def _with_trainings(line: CommandLine) -> None:
         raise InputError(f"every trial trains anew: leave out the ckpt_path {paths[0]}")
     with quiet_lightning():
         cli = CommandCLI(line, run=False)
-    chosen = function_of(line.command)(line.options, cli.built(), build_training)
-    if chosen is not None:
-        RobustCLI(["fit", f"--config={chosen}"])
 
+    def build(recipe: Path) -> Any:
+        return RobustCLI([f"--config={recipe}"], run=False)
 
-def build_training(recipe: Path) -> Any:
-    """Build model, data and trainer of a recipe."""
-    return RobustCLI([f"--config={recipe}"], run=False)
+    function_of(line.command)(line.options, cli.built(), build)
 
 
 def _with_data(line: CommandLine) -> None:

@@ -118,14 +118,18 @@ class RobustCLI(LightningCLI):
     if it is to be run; without `run` it only builds model, data and trainer.
     """
 
+    in_place_of = ""  # Lightning's method of which this runs a command in the place
+
     def __init__(self, line: CommandLine | Sequence[str], run: bool = True) -> None:
         self.checkpoint_io = SafeCheckpointIO()
-        supervised = supervised_processes(self._launched_ranks, self._rank_timeout)
+        supervised = supervised_processes(
+            self._launched_ranks, lambda: self.config.get("rank_timeout")
+        )
         try:
             if not isinstance(line, CommandLine):
                 line = read_command_line(*line) if run else read_command_line("fit", *line)
             self.line = line
-            self.method = self._method() if run else ""
+            self.method = (self.in_place_of or line.command) if run else ""
             # Without a run, the checkpoint says what to build, and its weights are not loaded.
             args = [arg for arg in line.args if run or not arg.startswith("--ckpt_path=")]
             with raise_thread_errors(), supervised, reading_recipes():
@@ -154,9 +158,6 @@ class RobustCLI(LightningCLI):
             raise shorten_state_dict_error(error) from error
         except ProcessException as error:  # of ddp_spawn and its like
             raise Fault(str(error).strip().rpartition("\n")[2]) from error
-
-    def _method(self) -> str:
-        return self.line.command
 
     def _recipe_of_checkpoint(self) -> list[str]:
         """Return the recipe of `--ckpt_path` as an option that other arguments may override."""
@@ -210,7 +211,7 @@ class RobustCLI(LightningCLI):
 
     def instantiate_trainer(self, **options: Any) -> Trainer:
         trainer = super().instantiate_trainer(**options)
-        guard = TerminateOnNonFinite(self._rank_timeout())
+        guard = TerminateOnNonFinite(self.config.get("rank_timeout"))
         trainer.callbacks.insert(0, guard)  # type: ignore[attr-defined]
         # A plug-in for checkpoints that the user chose stays.
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
@@ -238,9 +239,6 @@ class RobustCLI(LightningCLI):
         for i, p in merged.items():
             lines.append(",".join([f"{i},{p.index(max(p))}", *(f"{value:.6g}" for value in p)]))
         atomic_write_text(path, "\n".join([*lines, ""]))
-
-    def _rank_timeout(self) -> Any:
-        return self.config.get("rank_timeout")
 
     def _launched_ranks(self) -> Any:
         strategy = getattr(getattr(self, "trainer", None), "strategy", None)
@@ -318,7 +316,6 @@ class RobustCLI(LightningCLI):
         self._check_thresholds("test")
 
     def _check_thresholds(self, stage: str) -> None:
-        """Exit with code 1 if an accuracy is below its threshold."""
         logged = {key: float(value) for key, value in self.trainer.callback_metrics.items()}
         for line in (lines := violations(self.minima, logged, stage)):
             print(f"lightning-rob: {line}", file=sys.stderr)

@@ -45,7 +45,12 @@ def load_module(
 
     Arguments and errors are those of `load`.
     """
-    checkpoint = read_checkpoint(_local(str(path)))
+    place = str(path)
+    try:
+        fetched = place.startswith(HUB) and hub_folder(place.removeprefix(HUB), (CONFIG, WEIGHTS))
+    except (OSError, ValueError) as error:
+        raise InputError(str(error)) from error
+    checkpoint = read_checkpoint(str(fetched or find_checkpoint(place)))
     recipe = config_in_checkpoint(checkpoint, str(path))
     if recipe is None:
         raise ValueError(
@@ -55,15 +60,6 @@ def load_module(
     module: LightningModule = _built(LightningModule, yaml.safe_load(recipe)["model"], allow_import)
     load_weights(module, checkpoint)
     return module
-
-
-def _local(path: str) -> str:
-    if not path.startswith(HUB):
-        return find_checkpoint(path)
-    try:
-        return str(hub_folder(path.removeprefix(HUB), (CONFIG, WEIGHTS)))
-    except (OSError, ValueError) as error:
-        raise InputError(str(error)) from error
 
 
 def load_callbacks(

@@ -6,13 +6,10 @@ import re
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from lightning_rob.commands.config import config_of, function_of
 from lightning_rob.runtime.errors import Fault, InputError, LostRank, nearest, visible
-
-if TYPE_CHECKING:
-    from lightning_rob.cli.options import CommandLine
 
 COMMANDS = {
     "fit": "train, evaluating the configured attacks at every validation",
@@ -88,13 +85,11 @@ def _show(page: str) -> None:
 
 
 def _reads_records(command: str) -> bool:
-    """Whether a command reads records, for which it needs neither torch nor Lightning."""
     config = config_of(command)
     return config is not None and config.reads_records
 
 
 def _run(command: str, *args: str) -> None:
-    """Run a command, and turn its errors into one line and an exit code."""
     import yaml
 
     from lightning_rob.cli.options import parse_records, read_command_line
@@ -104,7 +99,17 @@ def _run(command: str, *args: str) -> None:
             config = parse_records(command, args)  # before the function is imported, and torch
             function_of(command)(config)
         else:
-            _compute(read_command_line(command, *args))
+            line = read_command_line(command, *args)
+            if sys.stderr.isatty() and os.environ.get("LOCAL_RANK", "0") == "0":
+                # A file or a pipe keeps to the results and errors, of which an error is one line.
+                print(f"lightning-rob {command}: loading PyTorch …", file=sys.stderr, flush=True)
+            tune_process()
+            from lightning_rob.cli.commands import run_command
+            from lightning_rob.recipes.trust import allow_imports
+            from lightning_rob.runtime.processes import handle_signals
+
+            with handle_signals(), allow_imports(line.allowed):
+                run_command(line)
     except (InputError, ValueError, OSError, ModuleNotFoundError, yaml.YAMLError, Fault) as error:
         if os.environ.get("LIGHTNING_ROB_DEBUG"):
             raise
@@ -112,22 +117,7 @@ def _run(command: str, *args: str) -> None:
         _fail(str(error), code, at_once=isinstance(error, LostRank))
 
 
-def _compute(line: "CommandLine") -> None:
-    """Run a command that needs torch, once it is clear that it can be run."""
-    if sys.stderr.isatty() and os.environ.get("LOCAL_RANK", "0") == "0":
-        # A file or a pipe keeps to the results and errors, of which an error is one line.
-        print(f"lightning-rob {line.command}: loading PyTorch …", file=sys.stderr, flush=True)
-    tune_process()
-    from lightning_rob.cli.commands import run_command
-    from lightning_rob.recipes.trust import allow_imports
-    from lightning_rob.runtime.processes import handle_signals
-
-    with handle_signals(), allow_imports(line.allowed):
-        run_command(line)
-
-
 def _fail(message: str, code: int = 2, at_once: bool = False) -> NoReturn:
-    """Print one line on stderr and exit."""
     line = visible(re.sub(r"\s*\n\s*", " ", message.strip()))
     print(f"lightning-rob: error: {line}", file=sys.stderr, flush=True)
     if at_once:  # skip exit handlers: torch's would wait for a lost rank

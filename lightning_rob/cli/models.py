@@ -12,7 +12,7 @@ from lightning_rob.runtime.errors import nearest
 
 OF_PROCESS = {  # options that all models share
     *("models", "label", "once", "until", "every", "stop_at_alarm"),
-    *("serve", "serve_host", "template", "metrics_file"),
+    *("serve", "serve_host"),
 }
 
 

@@ -143,7 +143,6 @@ def _content(value: str) -> Any:
 
 
 def _read_config(value: str, file: Path | None, known: set[str]) -> dict[str, Any]:
-    """Return the content of a configuration, given as a file or as YAML."""
     if file is None and re.search(r"\n|: |^\s*\{", value):
         content = load(value)
     elif file is None and not Path(value).exists():

@@ -151,7 +151,6 @@ def _folder(package: str) -> Path:
 
 @cache
 def _trusted_names() -> set[str]:
-    """Return all names that a trusted package defines."""
     found = set()
     for package, parts in TRUSTED_PARTS.items():
         package, _, folder = package.partition(".")

@@ -48,16 +48,10 @@ def run(config: AttackConfig, run: "Run") -> bool:
     from lightning_rob.callbacks.loggers import writing_folder
     from lightning_rob.runtime.files import atomic_write_text
 
-    if run.checkpoint is None:
-        raise ValueError("say whose weights: lightning-rob attack CHECKPOINT")
     threat, reason = audited_threat(config, run.model)
     auto = Auto(threat, config.passes).noting()
-    inputs = vars(run.inputs)
-    evaluation = RobustEval({"auto": auto}, max_images=config.images, seed=config.seed, **inputs)
-    run.trainer.callbacks.append(evaluation)  # type: ignore[attr-defined]
-    run.trainer.test(
-        run.model, run.data, ckpt_path=run.checkpoint, verbose=False, weights_only=True
-    )
+    chosen = {"max_images": config.images, "seed": config.seed, **vars(run.inputs)}
+    run.test_with(RobustEval({"auto": auto}, **chosen))
     if run.trainer.is_global_zero and (found := auto.results):
         print(f"Radius: {threat}, {reason}")
         print(trail(found[0]))

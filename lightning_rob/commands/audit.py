@@ -79,8 +79,6 @@ def run(config: AuditConfig, run: "Run") -> bool:
     """Run the audit beside the callbacks; return whether something severe is to be an error."""
     from lightning_rob.callbacks.audit import RobustAudit
 
-    if run.checkpoint is None:
-        raise ValueError("say whose weights: lightning-rob audit CHECKPOINT")
     threat, reason = audited_threat(config, run.model)
     if run.trainer.is_global_zero:
         print(f"Radius: {threat}, {reason}")
@@ -93,10 +91,7 @@ def run(config: AuditConfig, run: "Run") -> bool:
         power=config.power,
         **vars(run.inputs),
     )
-    run.trainer.callbacks.append(audit)  # type: ignore[attr-defined]
-    run.trainer.test(
-        run.model, run.data, ckpt_path=run.checkpoint, verbose=False, weights_only=True
-    )
+    run.test_with(audit)
     return config.strict and audit.found is not None and audit.found.severe
 
 

@@ -2,13 +2,11 @@
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import yaml
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import SaveConfigCallback
@@ -20,7 +18,6 @@ from lightning_rob.callbacks.images import Inputs
 from lightning_rob.defenses import Defense
 from lightning_rob.evaluation.evaluate import as_defense
 from lightning_rob.evaluation.records import versions
-from lightning_rob.runtime.files import atomic_write_text
 from lightning_rob.threat import Threat
 
 WITHOUT_EFFECT = ("batch_size", "eval_batch_size", "workers")  # options of data
@@ -50,6 +47,11 @@ class Run:
         """The module's `defense`, or the module itself as a network."""
         return as_defense(self.model, self.inputs.preprocess)
 
+    def test_with(self, callback: EvaluationCallback) -> None:
+        """Test the checkpoint with one callback more."""
+        self.trainer.callbacks.append(callback)  # type: ignore[attr-defined]
+        self.trainer.test(self.model, self.data, self.checkpoint, False, weights_only=True)
+
     def settings(self) -> dict[str, Any]:
         """Return what scores depend on beside weights and attacks."""
         trainer = {n: self.recipe["trainer"][n] for n in ("limit_test_batches", "precision")}
@@ -72,11 +74,6 @@ def trained_threat(module: Any) -> Threat | None:
     attack = getattr(module, "attack", None)
     threat = attack.threat if isinstance(attack, Attack) else getattr(module, "threat", None)
     return threat if isinstance(threat, Threat) else None
-
-
-def write_config(config: Mapping[str, Any], path: Path, header: str = "") -> None:
-    """Write a configuration, after comment lines, as a file that `--config` takes beside others."""
-    atomic_write_text(path, header + yaml.safe_dump(dict(config), sort_keys=False))
 
 
 @contextmanager

@@ -89,8 +89,6 @@ def run(config: CertifyConfig, run: "Run") -> bool:
     from lightning_rob.tables import print_table
     from lightning_rob.threat import Threat
 
-    if run.checkpoint is None:
-        raise ValueError("say whose weights: lightning-rob certify CHECKPOINT")
     sigma = smoothed_by(run.defense, config.sigma).sigma
     radii = (0.0, *config.lengths(sigma))
     settings = EvaluationSettings(config.seed, inferences=INFERENCES, max_images=config.images)
@@ -115,7 +113,7 @@ def run(config: CertifyConfig, run: "Run") -> bool:
     wrong = certified.violations(attacked)
     if run.trainer.is_global_zero:
         print_table("Attacked: PGD on the vote", attacked.measurements())
-        folder = config.out or Path("certificates") / f"{Path(run.checkpoint).stem}_{sigma:g}"
+        folder = config.out or Path("certificates") / f"{Path(run.checkpoint or '').stem}_{sigma:g}"
         folder.mkdir(parents=True, exist_ok=True)
         card = {"weights": fingerprint(run.defense), "command": run.command}
         attacked.save(folder / "certified.csv", card, certified.columns())

@@ -7,16 +7,6 @@ from urllib.parse import urlsplit
 MODEL = re.compile(r"mlflow:models/([^/:@]+)@([\w.-]+)")
 
 
-def is_remote(run: object) -> bool:
-    """Return whether a place is no local path."""
-    return "://" in str(run) or str(run).startswith("mlflow:")
-
-
-def is_single(url: str) -> bool:
-    """Return whether a remote place holds one checkpoint, which each new one replaces."""
-    return url.endswith(".ckpt") or url.startswith("mlflow:")
-
-
 def parse_model(url: str) -> tuple[str, str]:
     """Return name and alias of a registered model."""
     found = MODEL.fullmatch(url)

@@ -4,8 +4,9 @@ import os
 import re
 import shutil
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rich import box
 from rich.console import Console
@@ -23,6 +24,7 @@ FOLDERS = {
     "plug-ins": ("callbacks", "--trainer.callbacks+=NAME"),
     "trained networks": ("zoo", "test zoo:NAME --trainer.callbacks+=PLUG-IN"),
 }
+TITLE: dict[str, Any] = {"title_justify": "left", "title_style": "bold"}
 PIPED = 100  # columns of a file or pipe, which has no width
 CARD = "README.md"  # of a trained network, whose folder is that of a run
 
@@ -39,9 +41,6 @@ class RecipesConfig(CommandConfig):
     Args:
         names: short names; none lists all
         copy: write the files into the current folder
-
-    Raises:
-        ValueError: a copy of nothing.
     """
 
     positional: ClassVar[str] = "names"
@@ -63,7 +62,13 @@ def run(config: RecipesConfig) -> None:
         if not (console.is_terminal or "COLUMNS" in os.environ):
             console.width = PIPED
         for kind, (folder, usage) in FOLDERS.items():
-            console.print(_table(kind, folder, usage))
+            command = usage if folder == "callbacks" else f"lightning-rob {usage}"
+            table = Table(title=f"{kind}: {command}", box=box.SIMPLE_HEAD, **TITLE)
+            table.add_column("name", no_wrap=True)
+            table.add_column("")
+            for name, path in shipped_files(folder).items():
+                table.add_row(name, escape(summary(path)))
+            console.print(table)
         return
     for path in [_file(name) for name in config.names]:
         if not config.copy:
@@ -104,29 +109,11 @@ def _file(name: str) -> Path:
     raise InputError(f"there is no recipe, plug-in or network {name!r}{hint}")
 
 
-def _table(kind: str, folder: str, usage: str) -> Table:
-    title = f"{kind}: lightning-rob {usage}" if folder != "callbacks" else f"{kind}: {usage}"
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    table.add_column("name", no_wrap=True)
-    table.add_column("")
-    for name, path in shipped_files(folder).items():
-        table.add_row(name, escape(summary(path)))
-    return table
-
-
 def summary(path: Path) -> str:
-    """Return the first sentence about a shipped file; of a card, the one below its title."""
+    """Return the first sentence of a file's comment; of a card, the one below its title."""
     text = path.read_text(encoding="utf-8")
-    return first_sentence("# " + text.split("\n\n")[1] if path.name == CARD else text)
-
-
-def first_sentence(text: str) -> str:
-    """Return the first sentence of the comment that a file begins with."""
-    lines = []
-    for line in text.splitlines():
-        if not line.startswith("#"):
-            break
-        lines.append(line.lstrip("# "))
-    comment = " ".join(lines).removeprefix("Mix-in: ")
+    text = "# " + text.split("\n\n")[1] if path.name == CARD else text
+    lines = takewhile(lambda line: line.startswith("#"), text.splitlines())
+    comment = " ".join(line.lstrip("# ") for line in lines).removeprefix("Mix-in: ")
     # A sentence ends before a capital letter; "et al." does not end one.
     return re.split(r"(?<=[.:])(?<!al\.) (?=[A-Z(])|: ", comment, maxsplit=1)[0].rstrip(".:")

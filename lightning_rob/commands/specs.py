@@ -51,7 +51,6 @@ def short(value: Any) -> str:
 
 
 def _parts_in(value: Any) -> list[Spec]:
-    """Return the objects that an argument is or holds, except a threat."""
     values = value if isinstance(value, list) else [value]
     return [v for v in values if is_spec(v) and class_name(v["class_path"]) != "Threat"]
 

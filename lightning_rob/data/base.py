@@ -119,9 +119,6 @@ class ImageData(LightningDataModule, ABC):
             draw from torch's global stream; None is the data set's own, an empty list is none.
         limit_train: maximum number of training images.
         split_seed: seed of the split, so that runs with different `seed` share the split.
-
-    Raises:
-        ValueError: a size is out of range.
     """
 
     classes: int
@@ -183,17 +180,13 @@ class ImageData(LightningDataModule, ABC):
         """Return a generator for the split; it depends on `split_seed`, not on `seed`."""
         return torch.Generator().manual_seed(derive_seed(self.split_seed, *keys))
 
-    def training_augmentations(self) -> list[Augment]:
-        """Return the steps for training images: `augment` or the data set's own, if not empty."""
-        augment = self.default_augment() if self.augment is None else self.augment
-        return augment or self.preprocessing()
-
     def setup(self, stage: str | None = None) -> None:
         self._epoch = self._sampler = None  # Lightning loads a checkpoint after this
         if stage in ("fit", "validate", None) and "train" not in self.parts:
             source = self.source(train=True)
             train, val = self.hold_out(len(source))
-            steps = self.training_augmentations()
+            steps = self.default_augment() if self.augment is None else self.augment
+            steps = steps or self.preprocessing()
             self.parts["train"] = IndexedSubset(source, train[: self.limit_train], steps, self.seed)
             self.parts["val"] = IndexedSubset(source, val, self.preprocessing())
             self._check_first(source, train)

@@ -165,9 +165,6 @@ class GTSRB(TorchvisionData):
         classes: K, the signs of classes 0 … K - 1, at most 43; URejectron's experiments have 10.
         equalize: equalise the histogram of each channel of an image, as those experiments do.
         **options: see `ImageData`.
-
-    Raises:
-        ValueError: more classes than the data set has.
     """
 
     torchvision_name, location, by_split = "GTSRB", "gtsrb", True
@@ -192,18 +189,17 @@ class GTSRB(TorchvisionData):
         self.equalize = equalize
 
     def source(self, train: bool) -> InMemoryImages:
-        samples = self.open(train)._samples  # not public, but else every image would be read
-        files = [(path, label) for path, label in samples if label < self.classes]
-        images = torch.stack([self._read(path) for path, _ in files])
-        return InMemoryImages(images, [label for _, label in files])
-
-    def _read(self, path: str) -> Tensor:
         from torchvision.transforms.v2 import functional
 
-        with Image.open(path) as image:
-            small = image.convert("RGB").resize((self.size,) * 2, Image.Resampling.BILINEAR)
-            pixels: Tensor = functional.pil_to_tensor(small)
-        return functional.equalize(pixels) if self.equalize else pixels
+        samples = self.open(train)._samples  # not public, but else every image would be read
+        files = [(path, label) for path, label in samples if label < self.classes]
+        images = []
+        for path, _ in files:
+            with Image.open(path) as image:
+                small = image.convert("RGB").resize((self.size,) * 2, Image.Resampling.BILINEAR)
+                pixels = functional.pil_to_tensor(small)
+            images.append(functional.equalize(pixels) if self.equalize else pixels)
+        return InMemoryImages(torch.stack(images), [label for _, label in files])
 
     def test_order(self, count: int) -> Tensor:
         # Shuffled, because an evaluation may stop early.

@@ -68,10 +68,6 @@ class Images(ImageData):
         resize: shorter side for evaluation, in pixels, before cropping.
         crop: side of the square crop in pixels, at the centre for evaluation.
         **options: see `ImageData`.
-
-    Raises:
-        FileNotFoundError: a folder is missing.
-        ValueError: the folders do not have the same classes.
     """
 
     channels = 3

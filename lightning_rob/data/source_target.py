@@ -7,7 +7,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from lightning_rob.data.base import Augment, ImageData, IndexedSubset, Source
+from lightning_rob.data.base import ImageData, IndexedSubset, Source
 from lightning_rob.data.folders import read_images
 from lightning_rob.data.sampling import EpochSampler, ResumableLoader, resume_point
 from lightning_rob.randomness import derive_seed
@@ -40,9 +40,6 @@ class SourceTargetData(ImageData):
         target: data set of the unlabelled images, which are its test images; None: the source.
         images: file of unlabelled images instead, see `read_images`; with those of an attack,
             training is a round of the game between attacker and defender.
-
-    Raises:
-        ValueError: both target and images, or images of another shape than the source's.
     """
 
     def __init__(
@@ -65,6 +62,8 @@ class SourceTargetData(ImageData):
         self.images = images
         self.classes, self.mean, self.std = source.classes, source.mean, source.std
         self.channels, self.size = source.channels, source.size
+        for name in ("default_augment", "preprocessing", "hold_out", "test_order"):
+            setattr(self, name, getattr(source, name))  # all are those of the source
         if target is not None:
             self._check(type(target).__name__, (target.channels, target.size, target.size))
 
@@ -74,18 +73,6 @@ class SourceTargetData(ImageData):
 
     def source(self, train: bool) -> Source:
         return self.base.source(train)
-
-    def default_augment(self) -> list[Augment]:
-        return self.base.default_augment()
-
-    def preprocessing(self) -> list[Augment]:
-        return self.base.preprocessing()
-
-    def hold_out(self, count: int) -> tuple[Tensor, Tensor]:
-        return self.base.hold_out(count)
-
-    def test_order(self, count: int) -> Tensor:
-        return self.base.test_order(count)
 
     def setup(self, stage: str | None = None) -> None:
         super().setup(stage)

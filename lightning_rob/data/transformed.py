@@ -1,7 +1,7 @@
 """Transformed images, computed once."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -30,24 +30,13 @@ class TransformedImages:
         """Return the positions [B] of the images with these indices [B]."""
         return self._positions[index.cpu()]
 
-    def transformed(
-        self,
-        transform: Transform,
-        name: str,
-        seed: int,
-        progress: Callable[[int], None] | None = None,
-    ) -> Tensor:
-        """Return all images [N, C, H, W] transformed; the randomness is keyed by image.
-
-        `progress` is called with the number of images after each chunk.
-        """
+    def transformed(self, transform: Transform, name: str, seed: int) -> Tensor:
+        """Return all images [N, C, H, W] transformed; the randomness is keyed by image."""
         chunks = []
         for start in range(0, len(self.x), CHUNK):
             x, index = self.x[start : start + CHUNK], self.index[start : start + CHUNK]
             with torch.no_grad():
                 chunks.append(transformed(transform, name, x, Streams.from_index(index, seed)))
-            if progress:
-                progress(len(x))
         return torch.cat(chunks)
 
     @cached_property

@@ -55,10 +55,6 @@ class AdversarialTraining(RobustModule):
         awp: radius gamma of adversarial weight perturbation (Wu et al. 2020), with any of the
             losses, as a share of each layer's norm: 0.005 in the paper. It costs one more forward
             and backward pass per batch.
-
-    Raises:
-        ValueError: a fraction outside (0, 1], TRADES and MART together or with an attack or
-            defense they cannot use, or a radius that is not positive.
     """
 
     def __init__(
@@ -131,7 +127,9 @@ class AdversarialTraining(RobustModule):
         with attacking(self.defense) as defense, torch.no_grad():
             # The attack leaves the clean prediction constant; the loss moves both.
             clean = _Divergence(self.defense, defense.logits(x)[0].softmax(-1))
-        attack = replace(self.attack, objective=_mean_divergence)
+        attack = replace(
+            self.attack, objective=lambda logits, weights, _: expectation(weights, logits[..., 0])
+        )
         return attack(clean, x, torch.zeros_like(y), noise)
 
     def _loss_on(self, x: Tensor, x_adv: Tensor, y: Tensor) -> Tensor:
@@ -172,7 +170,3 @@ class _Divergence(Defense):
         # 0 log 0 is 0: without the minimum it would be no number.
         gap = clean.clamp_min(1e-30).log() - precise.log_softmax(-1)
         return (clean * gap).sum(-1, keepdim=True)
-
-
-def _mean_divergence(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
-    return expectation(weights, logits[..., 0])

@@ -37,9 +37,6 @@ class RobustModule(LightningModule, ABC):
         lr_scheduler: optimizer -> schedule, stepped once an epoch, `OneCycleLR` and `CyclicLR` once
             a batch, `lightning.pytorch.cli.ReduceLROnPlateau` by the value that it monitors; None
             keeps the learning rate.
-
-    Raises:
-        MisconfigurationException: a plateau schedule names no value to wait for, when a fit starts.
     """
 
     defense: Defense
@@ -102,8 +99,7 @@ class RobustModule(LightningModule, ABC):
         for buffer in self.buffers() if self.trainer.world_size > 1 else ():
             torch.distributed.broadcast(buffer, 0)
 
-    def on_test_epoch_start(self) -> None:
-        self.on_validation_epoch_start()
+    on_test_epoch_start = on_validation_epoch_start
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self._score("val", self.val_accuracy, self.indexed(batch, batch_idx))

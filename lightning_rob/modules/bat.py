@@ -42,9 +42,6 @@ class SequentialTraining(RobustModule):
             last weights.
         checkpoints: weights that members start from, one path or null per member.
         lr_scheduler: optimizer -> schedule, stepped once an epoch and restarted for each member.
-
-    Raises:
-        ValueError: arguments of different lengths, or epochs or probabilities out of range.
     """
 
     def __init__(

@@ -65,10 +65,6 @@ class _Features(Defense):
         return (features(self.net, self.layer, x) - target).unsqueeze(0)
 
 
-def _negative_square(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
-    return -logits[0].square().sum(-1)
-
-
 def distil(
     net: nn.Module,
     layer: str,
@@ -87,7 +83,13 @@ def distil(
     with attacking(Single(net)) as copied, torch.no_grad():
         near = _Features(net, layer, features(copied.net, layer, target).float())
     threat = Threat("linf", eps)
-    search = PGD(threat, steps, step_size, objective=_negative_square, random_start=False)
+    search = PGD(
+        threat,
+        steps,
+        step_size,
+        objective=lambda logits, *_: -logits[0].square().sum(-1),
+        random_start=False,
+    )
     # PGD asks for labels; the objective looks at features alone.
     unused_labels = torch.zeros(len(source), dtype=torch.int64, device=source.device)
     return search(near, source, unused_labels)
@@ -114,9 +116,6 @@ class DVERGE(JointTraining):
         diversity_weight: weight of the loss on distilled images beside that on adversarial ones.
         **options: arguments of `JointTraining`; the `attack` is on each member alone, which is also
             trained on these images (DVERGE with adversarial training).
-
-    Raises:
-        ValueError: a layer that the network does not have.
     """
 
     def __init__(

@@ -66,9 +66,6 @@ class JointTraining(RobustModule):
         attack: train on its adversarial images of the ensemble; None trains on clean images.
         checkpoints: weights that members start from, one path or null per member.
         lr_scheduler: optimizer -> schedule, stepped once an epoch.
-
-    Raises:
-        ValueError: fewer than two members, or arguments of different lengths.
     """
 
     defense: Ensemble

@@ -32,11 +32,6 @@ class PretrainedEnsemble(RobustModule):
         normalizer: as in `load_weights`, for all members.
         rule: turns the members' logits into a prediction.
         defense: network -> defense, such as DENT, for a single network; None builds an ensemble.
-
-    Raises:
-        FileNotFoundError: a checkpoint is missing.
-        ValueError: weights are missing or do not fit, the numbers of members differ, or a defense
-            of one network is given several.
     """
 
     def __init__(
@@ -81,10 +76,16 @@ class PretrainedEnsemble(RobustModule):
             value if isinstance(value, list) else [value] * count
             for value in (nets, checkpoints, prefix)
         )
-        built = [
-            _member(make, path, {"prefix": key, "normalizer": normalizer, **names})
-            for make, path, key in zip(*columns, strict=True)
-        ]
+        built: list[nn.Module] = []
+        for make, path, key in zip(*columns, strict=True):
+            built.append(net := make())
+            if path is not None:
+                load_weights(net, path, key, normalizer=normalizer, **names)
+                continue
+            # A factory that loads trained weights builds the same network twice.
+            pairs = zip(net.state_dict().values(), make().state_dict().values(), strict=True)
+            if not all(torch.equal(one, other) for one, other in pairs):
+                raise ValueError(f"a {type(net).__name__} has random weights: give it a checkpoint")
         if defense is not None and len(built) > 1:
             raise ValueError(f"a defense is made of one network, got {len(built)} members")
         self.defense = defense(built[0]) if defense else Ensemble(built, probs, rule)
@@ -98,14 +99,3 @@ class PretrainedEnsemble(RobustModule):
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         raise MisconfigurationException("PretrainedEnsemble has no loss: its networks are trained")
-
-
-def _member(make: Callable[[], nn.Module], path: str | None, options: dict[str, Any]) -> nn.Module:
-    net = make()
-    if path is not None:
-        return load_weights(net, path, **options)
-    # A factory that loads trained weights builds the same network twice; random weights differ.
-    weights = zip(net.state_dict().values(), make().state_dict().values(), strict=True)
-    if not all(torch.equal(one, other) for one, other in weights):
-        raise ValueError(f"a {type(net).__name__} has random weights: give it a checkpoint")
-    return net

@@ -1,19 +1,17 @@
 """Training of transformation ensembles: each member sees images changed by its transformation."""
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from tqdm import tqdm
 
 from lightning_rob.attacks import evaluating
 from lightning_rob.data.base import ImageData
@@ -72,9 +70,6 @@ class TransformTraining(RobustModule):
         folder: where the weights of finished sub-models are saved, a file each; sub-models that are
             there already are not trained again.
         lr_scheduler: optimizer -> schedule, stepped once an epoch and restarted for each sub-model.
-
-    Raises:
-        ValueError: an unknown transformation, or epochs or patience below 1.
     """
 
     trains_apart = True  # data modules give each rank all images
@@ -201,8 +196,26 @@ class TransformTraining(RobustModule):
             super().on_validation_epoch_start()
             return
         self._exchange()
-        if not self.trainer.sanity_checking:
-            self._update_state()
+        if self.trainer.sanity_checking:
+            return
+        # Keep the weights of the best epoch, and find out whether all ranks have stopped.
+        loss = self._validation_loss()
+        if self._has_stopped():  # and waits for other ranks: its best weights stay
+            self.state.epochs += 1
+        else:
+            self.state.update(loss, self.trainable_network())
+        stopped = self._has_stopped()
+        # An error on one rank alone would leave the others waiting: all hear of it, and all raise.
+        never_finite = stopped and not self.state.best_weights
+        report = torch.tensor([loss, float(stopped), float(never_finite)], device=self.device)
+        reports = torch.as_tensor(self.all_gather(report)).view(-1, 3)[: len(self.current)]
+        losses, ends, failures = reports.unbind(1)
+        for member, value in zip(self.current, losses, strict=True):
+            self.log(f"val/loss/{self.names[member]}", value, sync_dist=True)
+        self.state.finished = bool(ends.all())
+        if failures.any():
+            names = [self.names[i] for i, bad in zip(self.current, failures, strict=True) if bad]
+            raise ValueError(f"the validation loss is no number: {', '.join(names)}")
 
     def on_train_epoch_end(self) -> None:
         if not self.state.epochs:
@@ -264,8 +277,8 @@ class TransformTraining(RobustModule):
         """Return the images of a part, transformed for the sub-model of this rank: [N, C, H, W]."""
         if part not in self.transformed_images:
             name, images = self.names[self.member_on_this_rank], self.images[part]
-            with _progress(self.trainer, f"Transforming {part} images", len(images.y)) as advance:
-                changed = images.transformed(self.transforms[name], name, self.seed, advance)
+            rank_zero_info(f"Transforming {len(images.y):,} images by {name}: {part}")
+            changed = images.transformed(self.transforms[name], name, self.seed)
             self.transformed_images[part] = changed
         return self.transformed_images[part]
 
@@ -289,28 +302,7 @@ class TransformTraining(RobustModule):
     def _has_stopped(self) -> bool:
         return self.state.epochs >= self.epochs or self.state.epochs_since_best >= self.patience
 
-    def _update_state(self) -> None:
-        """Keep the weights of the best epoch, and find out whether all ranks have stopped."""
-        loss = self._validation_loss()
-        if self._has_stopped():  # and waits for other ranks: its best weights stay
-            self.state.epochs += 1
-        else:
-            self.state.update(loss, self.trainable_network())
-        stopped = self._has_stopped()
-        # An error on one rank alone would leave the others waiting: all hear of it, and all raise.
-        never_finite = stopped and not self.state.best_weights
-        report = torch.tensor([loss, float(stopped), float(never_finite)], device=self.device)
-        reports = torch.as_tensor(self.all_gather(report)).view(-1, 3)[: len(self.current)]
-        losses, ends, failures = reports.unbind(1)
-        for member, value in zip(self.current, losses, strict=True):
-            self.log(f"val/loss/{self.names[member]}", value, sync_dist=True)
-        self.state.finished = bool(ends.all())
-        if failures.any():
-            names = [self.names[i] for i, bad in zip(self.current, failures, strict=True) if bad]
-            raise ValueError(f"the validation loss is no number: {', '.join(names)}")
-
     def _exchange(self) -> None:
-        """Broadcast each current sub-model from the rank that trains it."""
         for owner, member in enumerate(self.current if self.trainer.world_size > 1 else ()):
             for tensor in self.members[member].state_dict().values():
                 torch.distributed.broadcast(tensor, owner)
@@ -342,18 +334,3 @@ class TransformTraining(RobustModule):
                 )
             finished[member] = content["state_dict"]
         return finished
-
-
-@contextmanager
-def _progress(trainer: Trainer, text: str, total: int) -> Iterator[Callable[[int], Any]]:
-    """Yield a function that advances a line beside the trainer's progress bar, if it has one."""
-    bar = trainer.progress_bar_callback
-    live = getattr(bar, "progress", None)
-    if live is not None:  # Rich has one live display: a second bar would overwrite it
-        task = live.add_task(text, total=total)
-        yield lambda images: live.update(task, advance=images, refresh=True)
-        live.update(task, visible=False)
-        return
-    hidden = bar is None or not trainer.is_global_zero
-    with tqdm(total=total, desc=text, leave=False, position=2, disable=hidden) as line:
-        yield line.update

@@ -46,10 +46,6 @@ class _GradientNorms(Defense):
         return torch.linalg.vector_norm(gradients, dim=-1, keepdim=True)
 
 
-def _sum_of_norms(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
-    return logits.sum((0, 2))
-
-
 def roughest(
     members: Sequence[nn.Module],
     x: Tensor,
@@ -67,7 +63,9 @@ def roughest(
         return x
     step_size = 2 * threat.eps / steps
     # The best iterate and not the last, because the norm jumps where a ReLU switches.
-    search = PGD(threat, steps, step_size, objective=_sum_of_norms, keep_best=True)
+    search = PGD(
+        threat, steps, step_size, objective=lambda logits, *_: logits.sum((0, 2)), keep_best=True
+    )
     return search(_GradientNorms(members, y), x, torch.zeros_like(y), generator)
 
 
@@ -91,9 +89,6 @@ class TRS(JointTraining):
         growth_epochs: number of epochs in which the radius grows linearly to the full one.
         steps: number of steps of the search.
         **options: arguments of `JointTraining`.
-
-    Raises:
-        ValueError: one of `initial_eps` and `growth_epochs` is set without the other.
     """
 
     def __init__(

@@ -1,11 +1,11 @@
 """Adversarial weight perturbation."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.func import functional_call
-from torch.nn.utils import parameters_to_vector
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from lightning_rob.threat import divisor
 
@@ -25,12 +25,13 @@ def loss_at_perturbed_weights(
     perturbed; of a parametrized weight (spectral norm, weight norm) the parameters that it is
     computed from are. The optimizer decays w; the authors' code decays w + v.
     """
-    module = _LossModule(defense, loss)
-    weights = {
-        name: weight
-        for name, weight in module.named_parameters()
-        if weight.requires_grad and weight.dim() > 1 and _is_weight(name)
-    }
+    module, weights = _LossModule(defense, loss), {}
+    for name, weight in module.named_parameters():
+        path = name.split(".")
+        if "parametrizations" in path:  # layer.parametrizations.weight.original0
+            path = path[: len(path) - path[::-1].index("parametrizations") + 1]
+        if weight.requires_grad and weight.dim() > 1 and "weight" in path[-1]:
+            weights[name] = weight
     if not weights:
         raise ValueError("awp found no weights to perturb: all are frozen, or of biases and norms")
     # BatchNorm counts the batch once, at w + v: this pass updates copies of its statistics.
@@ -39,27 +40,19 @@ def loss_at_perturbed_weights(
     gradients = torch.autograd.grad(
         value, list(weights.values()), allow_unused=True, materialize_grads=True
     )
+    if distributed.is_available() and distributed.is_initialized():  # as DDP does in backward
+        joined = parameters_to_vector(gradients)
+        distributed.all_reduce(joined)
+        vector_to_parameters(joined / distributed.get_world_size(), gradients)
     # v is a constant to autograd: the gradient by w is the one at w + v, and w never changes.
     moved = {
         name: weight + gamma * weight.detach().norm() / divisor(gradient.norm(), TINY) * gradient
-        for (name, weight), gradient in zip(
-            weights.items(), _mean_over_processes(gradients), strict=True
-        )
+        for (name, weight), gradient in zip(weights.items(), gradients, strict=True)
     }
     return functional_call(module, moved, batch)
 
 
-def _is_weight(name: str) -> bool:
-    """Return whether a parameter is a layer's weight, or what a parametrization makes it from."""
-    path = name.split(".")
-    if "parametrizations" in path:  # layer.parametrizations.weight.original0
-        return "weight" in path[len(path) - path[::-1].index("parametrizations")]
-    return "weight" in path[-1]
-
-
 class _LossModule(nn.Module):
-    """A loss as a module, in which `functional_call` replaces the weights of the defense."""
-
     def __init__(self, defense: nn.Module, loss: Callable[..., Tensor]) -> None:
         super().__init__()
         self.defense = defense
@@ -67,15 +60,3 @@ class _LossModule(nn.Module):
 
     def forward(self, *batch: Tensor) -> Tensor:
         return self.loss(*batch)
-
-
-def _mean_over_processes(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return the mean of gradients over the processes of a run, as DDP takes it in backward."""
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return gradients
-    joined = parameters_to_vector(gradients)
-    distributed.all_reduce(joined)
-    parts = torch.split(
-        joined / distributed.get_world_size(), [len(g.flatten()) for g in gradients]
-    )
-    return [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]

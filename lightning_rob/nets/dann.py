@@ -42,12 +42,11 @@ class DANNNet(nn.Module):
     width, for grey images, it has 2,736,780 weights.
 
     Args:
-        classes: K.
         channels: C; the authors' table says 3, their MNIST code 1.
         size: height and width of the images in pixels, at least 16.
         width: channels of the first convolution; all others have twice as many, the hidden linear
             layers four times as many.
-        mean: [C] of images in [0, 1]; None: MNIST's for grey, CIFAR-10's for colour.
+        mean: [C] of images in [0, 1], like std; None: MNIST's for grey, CIFAR-10's for colour.
         std: [C], likewise; None is 0.3015 for grey, the authors' value.
     """
 
@@ -122,10 +121,8 @@ class DANNResNet18(nn.Module):
     Unlike the discriminator of `DANNNet` it has batch normalisation.
 
     Args:
-        classes: K.
         width: channels of the first stage; each of the others has twice as many as the one before.
-        mean: [C] of images in [0, 1], one number per channel.
-        std: [C], likewise.
+        mean: [C] of images in [0, 1], like std, one number per channel.
     """
 
     def __init__(

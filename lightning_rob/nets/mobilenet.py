@@ -17,20 +17,13 @@ def _conv(inputs: int, width: int, size: int, stride: int = 1, groups: int = 1) 
     return [conv, nn.BatchNorm2d(width), nn.ReLU()]
 
 
-def _separable(inputs: int, width: int, stride: int) -> nn.Sequential:
-    # A depthwise 3x3 convolution, then a pointwise 1x1 convolution.
-    return nn.Sequential(*_conv(inputs, inputs, 3, stride, inputs), *_conv(inputs, width, 1))
-
-
 class MobileNetV1(nn.Module):
     """MobileNetV1 of ARC's CIFAR tables: width 1, three strides of 2, plain ReLU.
 
     Its entries are named as in the checkpoints of ARC (features.0.0, features.1.3 … classifier).
 
     Args:
-        classes: K.
-        mean: [C] of images in [0, 1], one number per channel.
-        std: [C], likewise.
+        mean: [C] of images in [0, 1], like std, one number per channel.
     """
 
     def __init__(
@@ -43,7 +36,11 @@ class MobileNetV1(nn.Module):
         self.normalize = Normalize(mean, std)
         first = nn.Sequential(*_conv(len(mean), WIDTHS[0], 3))
         shapes = zip(pairwise(WIDTHS), STRIDES, strict=True)
-        blocks = [_separable(inputs, width, stride) for (inputs, width), stride in shapes]
+        # A block is a depthwise 3x3 convolution, then a pointwise 1x1 convolution.
+        blocks = [
+            nn.Sequential(*_conv(inputs, inputs, 3, stride, inputs), *_conv(inputs, width, 1))
+            for (inputs, width), stride in shapes
+        ]
         self.features = nn.Sequential(first, *blocks)
         self.classifier = nn.Linear(WIDTHS[-1], classes)
 

@@ -71,11 +71,9 @@ class ResNet(nn.Module):
 
     Args:
         depth: 6n + 2: 20, 32, 44, 56, 110.
-        classes: K.
         widths: channels of the stages; TADV's "ResNet-20" has (64, 128, 256) and shortcut B.
         shortcut: "A" subsamples and pads with zero channels, "B" is convolution and batch norm.
-        mean: [C] of images in [0, 1], one number per channel.
-        std: [C], likewise.
+        mean: [C] of images in [0, 1], like std, one number per channel.
     """
 
     def __init__(

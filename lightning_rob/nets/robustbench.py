@@ -85,110 +85,104 @@ def _resnet(layers: int, classes: int) -> nn.Module:
     return net
 
 
+def _alike(published: Published, names: str) -> dict[str, Published]:
+    return dict.fromkeys(names.split(), published)
+
+
 LINF = {
-    "Standard": wide(28, 10),
-    "Zhang2019Theoretically": wide(34, 10),
-    "Zhang2019You": wide(34, 10),
-    "Carmon2019Unlabeled": wide(28, 10),
+    **_alike(
+        wide(28, 10),
+        "Standard Carmon2019Unlabeled Wang2020Improving Sehwag2020Hydra Zhang2020Geometry "
+        "Wu2020Adversarial_extra Sridhar2021Robust",
+    ),
+    **_alike(
+        wide(34, 10),
+        "Zhang2019Theoretically Zhang2019You Huang2020Self Zhang2020Attacks Wu2020Adversarial "
+        "Sitawarin2020Improving Cui2020Learnable_34_10 Sehwag2021Proxy Chen2021LTD_WRN34_10 "
+        "Addepalli2021Towards_WRN34 Addepalli2022Efficient_WRN_34_10 Jia2022LAS-AT_34_10",
+    ),
+    **_alike(wide(34, 20), "Cui2020Learnable_34_20 Chen2021LTD_WRN34_20"),
+    **_alike(
+        gowal(28, 10),
+        "Gowal2020Uncovering_28_10_extra Rebuffi2021Fixing_28_10_cutmix_ddpm Rade2021Helper_ddpm "
+        "Gowal2021Improving_28_10_ddpm_100m Pang2022Robustness_WRN28_10 Wang2023Better_WRN-28-10 "
+        "Xu2023Exploring_WRN-28-10",
+    ),
+    **_alike(
+        gowal(70, 16),
+        "Gowal2020Uncovering_70_16 Gowal2020Uncovering_70_16_extra "
+        "Rebuffi2021Fixing_70_16_cutmix_ddpm Rebuffi2021Fixing_70_16_cutmix_extra "
+        "Gowal2021Improving_70_16_ddpm_100m Pang2022Robustness_WRN70_16 Wang2023Better_WRN-70-16",
+    ),
+    **_alike(
+        resnet(18),
+        "Sehwag2021Proxy_R18 Addepalli2021Towards_RN18 Addepalli2022Efficient_RN18",
+    ),
+    **_alike(
+        gowal_preact(),
+        "Rebuffi2021Fixing_R18_ddpm Rade2021Helper_R18_extra Rade2021Helper_R18_ddpm "
+        "Gowal2021Improving_R18_ddpm_100m",
+    ),
     "Hendrycks2019Using": wide(28, 10, HALF),
     "Engstrom2019Robustness": resnet(50, (CIFAR10_MEAN, (0.2023, 0.1994, 0.2010))),
-    "Wang2020Improving": wide(28, 10),
-    "Sehwag2020Hydra": wide(28, 10),
     "Rice2020Overfitting": wide(34, 20, CIFAR10),
     "Wong2020Fast": preact(CIFAR10),
     "Andriushchenko2020Understanding": preact(prefix="last"),
-    "Huang2020Self": wide(34, 10),
-    "Zhang2020Attacks": wide(34, 10),
-    "Zhang2020Geometry": wide(28, 10),
-    "Wu2020Adversarial": wide(34, 10),
-    "Wu2020Adversarial_extra": wide(28, 10),
     "Chen2020Efficient": wide(34, 10, CIFAR10),
-    "Sitawarin2020Improving": wide(34, 10),
-    "Cui2020Learnable_34_10": wide(34, 10),
-    "Cui2020Learnable_34_20": wide(34, 20),
-    "Gowal2020Uncovering_28_10_extra": gowal(28, 10),
     "Gowal2020Uncovering_34_20": gowal(34, 20),
-    "Gowal2020Uncovering_70_16": gowal(70, 16),
-    "Gowal2020Uncovering_70_16_extra": gowal(70, 16),
-    "Sehwag2021Proxy": wide(34, 10),
-    "Sehwag2021Proxy_R18": resnet(18),
-    "Rebuffi2021Fixing_28_10_cutmix_ddpm": gowal(28, 10),
-    "Rebuffi2021Fixing_70_16_cutmix_ddpm": gowal(70, 16),
-    "Rebuffi2021Fixing_70_16_cutmix_extra": gowal(70, 16),
     "Rebuffi2021Fixing_106_16_cutmix_ddpm": gowal(106, 16),
-    "Rebuffi2021Fixing_R18_ddpm": gowal_preact(),
-    "Sridhar2021Robust": wide(28, 10),
     "Sridhar2021Robust_34_15": wide(34, 15),
     "Rade2021Helper_extra": gowal(34, 10),
-    "Rade2021Helper_ddpm": gowal(28, 10),
-    "Rade2021Helper_R18_extra": gowal_preact(),
-    "Rade2021Helper_R18_ddpm": gowal_preact(),
-    "Gowal2021Improving_28_10_ddpm_100m": gowal(28, 10),
-    "Gowal2021Improving_70_16_ddpm_100m": gowal(70, 16),
-    "Gowal2021Improving_R18_ddpm_100m": gowal_preact(),
-    "Chen2021LTD_WRN34_10": wide(34, 10),
-    "Chen2021LTD_WRN34_20": wide(34, 20),
-    "Addepalli2021Towards_RN18": resnet(18),
-    "Addepalli2021Towards_WRN34": wide(34, 10),
-    "Addepalli2022Efficient_RN18": resnet(18),
-    "Addepalli2022Efficient_WRN_34_10": wide(34, 10),
-    "Jia2022LAS-AT_34_10": wide(34, 10),
     "Jia2022LAS-AT_70_16": wide(70, 16),
-    "Pang2022Robustness_WRN28_10": gowal(28, 10),
-    "Pang2022Robustness_WRN70_16": gowal(70, 16),
-    "Wang2023Better_WRN-28-10": gowal(28, 10),
-    "Wang2023Better_WRN-70-16": gowal(70, 16),
-    "Xu2023Exploring_WRN-28-10": gowal(28, 10),
     "Bartoldson2024Adversarial_WRN-94-16": gowal(94, 16),
 }
 L2 = {
+    **_alike(
+        wide(34, 10, EXACT_CIFAR10),
+        "Augustin2020Adversarial_34_10 Augustin2020Adversarial_34_10_extra",
+    ),
+    **_alike(wide(34, 10), "Wu2020Adversarial Sehwag2021Proxy"),
+    **_alike(
+        gowal(70, 16),
+        "Gowal2020Uncovering Gowal2020Uncovering_extra Rebuffi2021Fixing_70_16_cutmix_ddpm "
+        "Rebuffi2021Fixing_70_16_cutmix_extra Wang2023Better_WRN-70-16",
+    ),
+    **_alike(
+        gowal(28, 10),
+        "Rebuffi2021Fixing_28_10_cutmix_ddpm Wang2023Better_WRN-28-10",
+    ),
+    **_alike(gowal_preact(), "Rebuffi2021Fixing_R18_cutmix_ddpm Rade2021Helper_R18_ddpm"),
     "Standard": wide(28, 10),
     "Engstrom2019Robustness": LINF["Engstrom2019Robustness"],
     "Rony2019Decoupling": wide(28, 10, ((0.491, 0.482, 0.447), (0.247, 0.243, 0.262))),
     "Augustin2020Adversarial": resnet(50, EXACT_CIFAR10),
-    "Augustin2020Adversarial_34_10": wide(34, 10, EXACT_CIFAR10),
-    "Augustin2020Adversarial_34_10_extra": wide(34, 10, EXACT_CIFAR10),
     "Rice2020Overfitting": preact(CIFAR10, shortcut="active", final_norm=True),
-    "Wu2020Adversarial": wide(34, 10),
-    "Gowal2020Uncovering": gowal(70, 16),
-    "Gowal2020Uncovering_extra": gowal(70, 16),
-    "Sehwag2021Proxy": wide(34, 10),
     "Sehwag2021Proxy_R18": resnet(18),
-    "Rebuffi2021Fixing_28_10_cutmix_ddpm": gowal(28, 10),
-    "Rebuffi2021Fixing_70_16_cutmix_ddpm": gowal(70, 16),
-    "Rebuffi2021Fixing_70_16_cutmix_extra": gowal(70, 16),
-    "Rebuffi2021Fixing_R18_cutmix_ddpm": gowal_preact(),
-    "Rade2021Helper_R18_ddpm": gowal_preact(),
-    "Wang2023Better_WRN-28-10": gowal(28, 10),
-    "Wang2023Better_WRN-70-16": gowal(70, 16),
 }
 CIFAR100_LINF = {
+    **_alike(
+        wide(34, 10),
+        "Sitawarin2020Improving Cui2020Learnable_34_10_LBGAT0 Cui2020Learnable_34_10_LBGAT6 "
+        "Chen2021LTD_WRN34_10 Sehwag2021Proxy Addepalli2021Towards_WRN34 "
+        "Addepalli2022Efficient_WRN_34_10 Jia2022LAS-AT_34_10",
+    ),
+    **_alike(wide(34, 20), "Cui2020Learnable_34_20_LBGAT6 Jia2022LAS-AT_34_20"),
+    **_alike(
+        gowal(70, 16, CIFAR100),
+        "Gowal2020Uncovering Gowal2020Uncovering_extra Rebuffi2021Fixing_70_16_cutmix_ddpm "
+        "Pang2022Robustness_WRN70_16 Wang2023Better_WRN-70-16",
+    ),
+    **_alike(
+        gowal(28, 10, CIFAR100),
+        "Rebuffi2021Fixing_28_10_cutmix_ddpm Pang2022Robustness_WRN28_10 Wang2023Better_WRN-28-10",
+    ),
+    **_alike(gowal_preact(CIFAR100), "Rebuffi2021Fixing_R18_ddpm Rade2021Helper_R18_ddpm"),
     "Hendrycks2019Using": wide(28, 10, HALF),
     "Rice2020Overfitting": preact(EXACT_CIFAR100, shortcut="active", final_norm=True),
     "Wu2020Adversarial": wide(34, 10, EXACT_CIFAR100),
     "Chen2020Efficient": wide(34, 10, ROUNDED_CIFAR100),
-    "Sitawarin2020Improving": wide(34, 10),
-    "Cui2020Learnable_34_10_LBGAT0": wide(34, 10),
-    "Cui2020Learnable_34_10_LBGAT6": wide(34, 10),
-    "Cui2020Learnable_34_20_LBGAT6": wide(34, 20),
-    "Gowal2020Uncovering": gowal(70, 16, CIFAR100),
-    "Gowal2020Uncovering_extra": gowal(70, 16, CIFAR100),
-    "Rebuffi2021Fixing_28_10_cutmix_ddpm": gowal(28, 10, CIFAR100),
-    "Rebuffi2021Fixing_70_16_cutmix_ddpm": gowal(70, 16, CIFAR100),
-    "Rebuffi2021Fixing_R18_ddpm": gowal_preact(CIFAR100),
-    "Rade2021Helper_R18_ddpm": gowal_preact(CIFAR100),
-    "Chen2021LTD_WRN34_10": wide(34, 10),
-    "Sehwag2021Proxy": wide(34, 10),
     "Addepalli2021Towards_PARN18": preact(shortcut="active", final_norm=True),
-    "Addepalli2021Towards_WRN34": wide(34, 10),
     "Addepalli2022Efficient_RN18": resnet(18),
-    "Addepalli2022Efficient_WRN_34_10": wide(34, 10),
-    "Jia2022LAS-AT_34_10": wide(34, 10),
-    "Jia2022LAS-AT_34_20": wide(34, 20),
-    "Pang2022Robustness_WRN28_10": gowal(28, 10, CIFAR100),
-    "Pang2022Robustness_WRN70_16": gowal(70, 16, CIFAR100),
-    "Wang2023Better_WRN-28-10": gowal(28, 10, CIFAR100),
-    "Wang2023Better_WRN-70-16": gowal(70, 16, CIFAR100),
 }
 FOLDERS = {DEFAULT_FOLDER: LINF, "cifar10/L2": L2, "cifar100/Linf": CIFAR100_LINF}
 NETWORKS = {
@@ -196,8 +190,3 @@ NETWORKS = {
     for folder, networks in FOLDERS.items()
     for name, network in networks.items()
 }
-
-
-def classes_of(name: str) -> int:
-    """Return K of the data set that an entry of `NETWORKS` begins with."""
-    return 100 if name.startswith("cifar100/") else 10

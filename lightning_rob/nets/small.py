@@ -26,11 +26,9 @@ class SmallCNN(nn.Module):
     Images may have any size from 8x8 up.
 
     Args:
-        classes: K.
         channels: C, 1 for grey and 3 for colour.
         width: channels of the first convolution; the others have 2 and 4 times as many.
-        mean: [C] of images in [0, 1]; None: MNIST's for grey, CIFAR-10's for colour.
-        std: [C], likewise.
+        mean: [C] of images in [0, 1], like std; None: MNIST's for grey, CIFAR-10's for colour.
         slope: slope of the activations below zero: 0 is ReLU, another one LeakyReLU.
     """
 
@@ -61,13 +59,10 @@ class MNISTNet(nn.Module):
     RMC's MNIST experiments name this architecture (2 conv, 2 fc, BN) without its widths.
 
     Args:
-        classes: K.
-        channels: C.
         width: channels of the first convolution; the second has twice as many, the hidden layer
             8 times.
         size: height and width of the images in pixels.
-        mean: [C] of images in [0, 1]; None: MNIST's for grey, CIFAR-10's for colour.
-        std: [C], likewise.
+        mean: [C] of images in [0, 1], like std; None: MNIST's for grey, CIFAR-10's for colour.
     """
 
     def __init__(
@@ -94,13 +89,10 @@ class AthenaCNN(nn.Module):
     The architecture is that of the released code; the paper mentions three convolutions.
 
     Args:
-        classes: K.
-        channels: C.
         size: height and width of the images in pixels.
         hidden: units of the first linear layer.
         dropout: share of these units dropped in a training step.
-        mean: [C] of images in [0, 1]; None: MNIST's for grey, CIFAR-10's for colour.
-        std: [C], likewise.
+        mean: [C] of images in [0, 1], like std; None: MNIST's for grey, CIFAR-10's for colour.
     """
 
     def __init__(
@@ -139,11 +131,8 @@ class LeNet(nn.Module):
     """LeNet of TADV's MNIST experiments: 5x5 convolutions of 32 and 64 channels, 1024 hidden.
 
     Args:
-        classes: K.
-        channels: C.
         size: height and width of the images in pixels.
-        mean: [C] of images in [0, 1]; None: MNIST's for grey, CIFAR-10's for colour.
-        std: [C], likewise.
+        mean: [C] of images in [0, 1], like std; None: MNIST's for grey, CIFAR-10's for colour.
     """
 
     def __init__(

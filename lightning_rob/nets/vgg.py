@@ -25,9 +25,7 @@ class VGG16(nn.Module):
     (features.0 … features.41, classifier).
 
     Args:
-        classes: K.
-        mean: [C] of images in [0, 1], one number per channel.
-        std: [C], likewise.
+        mean: [C] of images in [0, 1], like std, one number per channel.
     """
 
     def __init__(

@@ -4,6 +4,7 @@ import os
 import re
 import textwrap
 import warnings
+import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count, product
@@ -16,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lightning_rob.nets.normalize import Normalize
-from lightning_rob.runtime.files import check_file, is_undigested
+from lightning_rob.runtime.files import check_file, manifest_path
 
 State = dict[str, Tensor]
 LINE = 96  # characters of an error message's line
@@ -141,7 +142,7 @@ def read_file(path: str | os.PathLike[str]) -> Any:
             f"{path} holds a {refused[1]}, which loading weights only refuses: save the state dict"
             " alone, or if you trust the file allow it with torch.serialization.add_safe_globals"
         ) from None
-    if is_undigested(Path(path)):
+    if not (manifest_path(Path(path)).exists() or zipfile.is_zipfile(path)):
         text = f"{path} was written without a digest: damage would not be seen"
         warnings.warn(text, stacklevel=2)
     return content
@@ -149,15 +150,16 @@ def read_file(path: str | os.PathLike[str]) -> Any:
 
 def read_tensors(path: str | os.PathLike[str]) -> State:
     """Return all tensors of a checkpoint by their dotted names; errors as of `read_file`."""
-    return dict(_flatten(read_file(path)))
+    return dict(named_tensors(read_file(path)))
 
 
-def _flatten(tree: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
+def named_tensors(tree: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of nested mappings and lists by their dotted names, which `name` begins."""
     if isinstance(tree, Tensor):
         yield name, tree
     items = tree.items() if isinstance(tree, Mapping) else ()
     for key, child in enumerate(tree) if isinstance(tree, list | tuple) else items:
-        yield from _flatten(child, f"{name}.{key}" if name else str(key))
+        yield from named_tensors(child, f"{name}.{key}" if name else str(key))
 
 
 class _Statistics(NamedTuple):
@@ -236,7 +238,6 @@ def _required(net: nn.Module) -> State:
 
 
 def _prefixes(names: Iterable[str], wanted: State) -> Counter[str]:
-    """Count the wanted names that are found under each prefix."""
     found: Counter[str] = Counter()
     for parts in (name.split(".") for name in names):
         cuts = (cut for cut in range(len(parts)) if ".".join(parts[cut:]) in wanted)
@@ -295,7 +296,6 @@ def _check_statistics(net: nn.Module, found: Mapping[str, _Statistics], path: ob
 
 
 def _take_statistics(net: nn.Module, tensors: State, path: object, normalizer: str) -> None:
-    """Make the network normalise images by the checkpoint's statistics."""
     layers, known = _layers(net), _statistics(tensors)
     found = {p: one.values for p, one in known.items() if f".{p}".endswith(f".{normalizer}")}
     if not layers:

@@ -102,9 +102,7 @@ class WideResNet(nn.Module):
     Args:
         depth: 6n + 4: 10, 16, 22, 28, 34, 40.
         widen: factor on the stages' widths of 16, 32 and 64 channels.
-        classes: K.
-        mean: [C] of images in [0, 1], one number per channel.
-        std: [C], likewise.
+        mean: [C] of images in [0, 1], like std, one number per channel.
         activation: "relu", or "silu" (Swish), x sigmoid(x).
         same: TensorFlow's SAME padding of strided convolutions, below and to the right only.
     """
@@ -183,9 +181,7 @@ class PreActResNet18(nn.Module):
     Gowal et al. 2020 has `activation="silu", shortcut="3x3", same=True`.
 
     Args:
-        classes: K.
-        mean: [C] of images in [0, 1], one number per channel.
-        std: [C], likewise.
+        mean: [C] of images in [0, 1], like std, one number per channel.
         width: channels of the first stage; the others have 2, 4 and 8 times as many.
         activation: "relu", or "silu" (Swish), x sigmoid(x).
         shortcut: the projection where the shape changes: 1x1 of the "active" input, behind batch

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_rob.nets.hub import CONFIG, HUB, WEIGHTS, hub_folder
 from lightning_rob.nets.normalize import IMAGENET_MEAN, IMAGENET_STD, Normalize
-from lightning_rob.nets.robustbench import DEFAULT_FOLDER, NETWORKS, classes_of
+from lightning_rob.nets.robustbench import DEFAULT_FOLDER, NETWORKS
 from lightning_rob.nets.weights import load_weights
 from lightning_rob.runtime.errors import nearest
 
@@ -29,7 +29,6 @@ class Found(NamedTuple):
 
 
 def _known(name: str, names: Iterable[str], kind: str) -> str:
-    """Return the name if it is known; else raise ValueError with the closest names."""
     names = list(names)
     if name not in names:
         listed = f": {', '.join(names)}" if len(names) < 10 else ""
@@ -85,7 +84,8 @@ def robustbench_net(name: str, classes: int | None, weights: str | None) -> Foun
         raise ValueError(f"weights of RobustBench are the path of their file, got {weights!r}")
     name = name if "/" in name else f"{DEFAULT_FOLDER}/{name}"
     published = NETWORKS[_known(name, NETWORKS, "robustbench network")]
-    net = published.build(classes=classes_of(name) if classes is None else classes)
+    own = 100 if name.startswith("cifar100/") else 10
+    net = published.build(classes=own if classes is None else classes)
     if hasattr(net, "normalize"):  # one layer normalizes, that of `ZooNet`
         net.normalize = nn.Identity()
     return Found(net, *published.statistics, weights, published.layout)
@@ -131,12 +131,6 @@ class ZooNet(nn.Module):
             a1_in1k (timm). Of a hub the file's name in the repository; None is model.safetensors,
             and a pickle is read, as weights only, if it is named.
         mean: [C] of images in [0, 1]; None: those of the weights or of timm, else ImageNet's.
-        std: [C], likewise.
-
-    Raises:
-        ValueError: the zoo has no such network or weights.
-        FileNotFoundError: there is no such file.
-        ImportError: timm or huggingface_hub is needed and not installed.
     """
 
     def __init__(

@@ -210,8 +210,3 @@ def check_file(path: Path) -> None:
             broken = str(error)
         if broken:
             raise ValueError(f"{path} is damaged ({broken}): fetch it again or take another")
-
-
-def is_undigested(path: Path) -> bool:
-    """Return whether a file of `torch.save` has neither a manifest nor checksums of its parts."""
-    return not manifest_path(path).exists() and not zipfile.is_zipfile(path)

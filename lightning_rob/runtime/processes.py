@@ -113,15 +113,14 @@ def handle_signals() -> Iterator[None]:
 
 @cache  # a registration cannot be taken back, so there must be only one
 def _register_fork_reset() -> None:
+    def restore_default_handlers() -> None:
+        if signal.getsignal(signal.SIGTERM) is stop:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
     if hasattr(os, "register_at_fork"):  # forked children, such as DataLoader workers
-        os.register_at_fork(after_in_child=_restore_default_handlers)
-
-
-def _restore_default_handlers() -> None:
-    if signal.getsignal(signal.SIGTERM) is stop:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.register_at_fork(after_in_child=restore_default_handlers)
 
 
 def link_to_parent() -> None:

@@ -65,9 +65,6 @@ def named(
         transforms: instances, modules of `kornia.augmentation` among them, or the arguments of each
             by its name. Names are those of the 33, `Bilateral`, and those of
             `lightning_rob.transforms.nondifferentiable`.
-
-    Raises:
-        ValueError: an unknown name or argument, or two transforms of one class.
     """
     if isinstance(transforms, Mapping):
         return {name: _build(name, options) for name, options in transforms.items()}

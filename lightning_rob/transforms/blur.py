@@ -76,7 +76,7 @@ class SizedBlur(Transform):
     size: int | tuple[int, ...]
     odd = "size"
 
-    def sample_size(self, x: Tensor, generator: Generator) -> tuple[()] | tuple[Tensor]:
+    def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor, ...]:
         """(size [B] int64 in pixels), or () if there is one only."""
         return () if isinstance(self.size, int) else (sample_one_of(x, self.size, generator),)
 
@@ -102,12 +102,15 @@ class MedianBlur(SizedBlur):
 
     size: int | tuple[int, ...] = 3
 
-    def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor, ...]:
-        """(size [B] int64 in pixels), or () if there is one only."""
-        return self.sample_size(x, generator)
-
     def apply(self, x: Tensor, size: Tensor | None = None) -> Tensor:
-        return self.blur_by_size(x, size, lambda rows, side: _median(x[rows], side))
+        def median(rows: Tensor | slice, side: int) -> Tensor:
+            padded = pad(x[rows], [side // 2] * 4)
+            if side == 3:
+                return gather_pixels(padded, _median_index_3x3(padded.detach()), 3)
+            squares = padded.detach().unfold(2, side, 1).unfold(3, side, 1)
+            return gather_pixels(padded, squares.flatten(-2).median(-1).indices, side)
+
+        return self.blur_by_size(x, size, median)
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,7 @@ class Bilateral(SizedBlur):
         """
         space = between(x, *self.space, generator=generator)
         color = between(x, *self.color, generator=generator)
-        return space, color, *self.sample_size(x, generator)
+        return space, color, *super().sample(x, generator)
 
     def apply(self, x: Tensor, space: Tensor, color: Tensor, size: Tensor | None = None) -> Tensor:
         from kornia.filters import bilateral_blur
@@ -188,14 +191,6 @@ def correlated(x: Tensor, weights: Sequence[float | Tensor], dim: int) -> Tensor
     return total
 
 
-def _median(x: Tensor, size: int) -> Tensor:
-    padded = pad(x, [size // 2] * 4)
-    if size == 3:
-        return gather_pixels(padded, _median_index_3x3(padded.detach()), 3)
-    squares = padded.detach().unfold(2, size, 1).unfold(3, size, 1)
-    return gather_pixels(padded, squares.flatten(-2).median(-1).indices, size)
-
-
 def _median_index_3x3(padded: Tensor) -> Tensor:
     """[B, C, H, W] int32: which pixel of each 3x3 square is its median, the first of equals."""
     # Each column of three is sorted once for all three squares that share it: minima and maxima of
@@ -218,7 +213,6 @@ def _median_index_3x3(padded: Tensor) -> Tensor:
 
 
 def _middle(low: Tensor, high: Tensor, other: Tensor) -> Tensor:
-    """Return the middle one of three numbers, two of which are sorted."""
     return torch.maximum(low, torch.minimum(high, other))
 
 

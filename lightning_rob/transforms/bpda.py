@@ -129,9 +129,6 @@ def train_bpda(
         images: [N, C, H, W] in [0, 1], on the device of the training.
         generator: source of the initial weights, the order and the parameters.
         progress: called after each step with its number of images.
-
-    Raises:
-        ValueError: fewer than two images, a count below 1, or images that the transform refuses.
     """
     count = held_out(len(images))
     if min(epochs, batch_size, len(images) - count) < 1:
@@ -251,10 +248,6 @@ def load_approximations(
 
     Returns:
         The networks by the names of the transforms' classes.
-
-    Raises:
-        FileNotFoundError: a network is missing.
-        ValueError: there are several, for images of different shapes.
     """
     folder = Path(folder)
     nets: dict[str, nn.Module] = {}

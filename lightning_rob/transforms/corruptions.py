@@ -41,10 +41,6 @@ class Corruption(Transform):
             zoom_blur, snow, frost, fog, brightness, contrast, elastic_transform, pixelate,
             jpeg_compression, speckle_noise, gaussian_blur, spatter or saturate.
         severity: 1 … 5.
-
-    Raises:
-        ImportError: when called without the package.
-        ValueError: when called, unknown name or images below 32x32.
     """
 
     name: str

@@ -23,9 +23,6 @@ class FromKornia(Transform):
 
     Args:
         augmentation: a module that takes images [1, C, H, W] in [0, 1] and keeps their size.
-
-    Raises:
-        ValueError: when called, images of another shape come out.
     """
 
     augmentation: nn.Module

@@ -41,7 +41,10 @@ class ColorJitter(AlphaTransform):
     def apply(self, x: Tensor, amount: Tensor, order: Tensor) -> Tensor:
         x = raised(x, EPS)
         if torch.compiler.is_exporting():  # shapes must not depend on values
-            return self._apply_masked(x, amount, order)
+            for kind in order.unbind(1):
+                affine, in_hsv = _adjust_affine(x, amount, kind), _adjust_hsv(x, amount, kind)
+                x = raised(clip(torch.where(over_pixels(kind < 2), affine, in_hsv), 0, 1), EPS)
+            return x
         rows = torch.arange(len(x), device=x.device)  # the image in each row of x
         for kind in order.unbind(1):
             # sorted, so that only the images whose turn it is pay for the conversion to HSV
@@ -55,14 +58,6 @@ class ColorJitter(AlphaTransform):
             )
             x = raised(clip(torch.cat(parts), 0, 1), EPS)
         return x.index_select(0, rows.argsort())
-
-    @staticmethod
-    def _apply_masked(x: Tensor, amount: Tensor, order: Tensor) -> Tensor:
-        """Compute both changes for all images and select, so that all shapes are static."""
-        for kind in order.unbind(1):
-            affine, in_hsv = _adjust_affine(x, amount, kind), _adjust_hsv(x, amount, kind)
-            x = raised(clip(torch.where(over_pixels(kind < 2), affine, in_hsv), 0, 1), EPS)
-        return x
 
 
 def _adjust_affine(x: Tensor, amount: Tensor, kind: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from lightning_rob.callbacks import (
     VotingRuleEval,
 )
 from tests.tiny import TinyNet
+from tests.tiny import quiet_trainer as trainer
 
 THREAT = Threat("linf", 16 / 255)
 ATTACKS = {"weak": PGD(THREAT, 1, 4 / 255), "pgd": PGD(THREAT, 3, 8 / 255)}
@@ -97,12 +98,6 @@ class Repeated:
     def __iter__(self):
         for loader in self.loaders:
             yield from loader
-
-
-def trainer(*callbacks, **options):
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-    given = {"enable_checkpointing": False} | quiet | options
-    return Trainer(accelerator="cpu", callbacks=list(callbacks), **given)
 
 
 def evaluated(callback, module=None, loaders=None):
@@ -237,36 +232,6 @@ def test_several_data_loaders(capsys):
     assert "data loader 1" in capsys.readouterr().out
     with pytest.raises(ValueError, match="one of 2 data loaders: say which by dataloader_idx"):
         evaluated(RobustEval(ATTACKS), loaders=loaders)
-
-
-def test_a_module_with_an_ensemble_as_its_defense():
-    class Ours(Classifier):
-        def __init__(self):
-            super().__init__()
-            self.defense = Ensemble([self.net, TinyNet()])
-
-    matrix, audit = TransferMatrixEval(ATTACKS), RobustAudit(THREAT, 2, 10, max_images=8)
-    (logged,) = trainer(matrix, audit).test(Ours(), DataLoader(DATA, 7), verbose=False)
-    assert {"test/member_2/pgd", "test/audit/worst", "test/audit/flags"} <= set(logged)
-
-
-@pytest.mark.parametrize(
-    ("precision", "dtype"),
-    [("64-true", torch.float64), ("bf16-true", torch.float32), ("16-true", torch.float32)],
-)
-def test_precisions_of_the_trainer(precision, dtype):
-    """Images are at least of the trainer's precision, and of float32."""
-    seen = []
-
-    class Seen(RobustEval):
-        def attack_batch(self, trainer, pl_module, batch, images):
-            seen.append(batch[0].dtype)
-            super().attack_batch(trainer, pl_module, batch, images)
-
-    run = trainer(Seen(ATTACKS), max_epochs=1, precision=precision)
-    run.fit(Classifier(), DataLoader(DATA, 10), DataLoader(DATA, 10))
-    assert set(seen) == {dtype}
-    assert "val/robust/worst" in run.callback_metrics
 
 
 def test_trainers_in_which_nothing_can_be_measured_are_refused():

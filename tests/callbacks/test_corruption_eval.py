@@ -2,16 +2,14 @@
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_rob import PGD, CorruptionEval, RobustEval, Threat, evaluate
-from lightning_rob.cli.lightning_cli import RobustCLI
 from lightning_rob.evaluation import common_corruptions, corruption_errors
-from lightning_rob.metrics import ALEXNET_ERRORS, corruption_error
+from lightning_rob.metrics import corruption_error
 from lightning_rob.modules import AdversarialTraining
-from tests.tiny import recipe
+from tests.tiny import quiet_trainer
 from tests.transforms import conftest
 
 package = conftest.package  # stands in for imagecorruptions
@@ -35,12 +33,9 @@ class Mean(nn.Module):
 
 
 def logged_by(*callbacks):
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = Trainer(
-        accelerator="cpu", enable_checkpointing=False, callbacks=list(callbacks), **quiet
-    )
     loader = DataLoader(TensorDataset(X, Y, torch.arange(12)), 5)
-    (logged,) = trainer.test(AdversarialTraining(Mean), loader, verbose=False)
+    module = AdversarialTraining(Mean)
+    (logged,) = quiet_trainer(*callbacks).test(module, loader, verbose=False)
     return logged
 
 
@@ -92,13 +87,3 @@ def test_two_callbacks_and_an_attack_of_the_same_name_are_refused(package):
         logged_by(callback, CorruptionEval(["grainy"], [1]))
     with pytest.raises(ValueError, match="rename the attack 'darker_1': a corruption"):
         logged_by(RobustEval({"darker_1": PGD(Threat(), 1, 0.1)}), callback)
-
-
-def test_the_plug_in_has_the_corruptions_of_the_paper(tmp_path):
-    options = ["--trainer.callbacks.reference=alexnet", "--trainer.callbacks.every_n_epochs=5"]
-    plugged = ["--config", str(recipe(tmp_path)), "--trainer.callbacks+=corruptions", *options]
-    built = RobustCLI(plugged, run=False)
-    (callback,) = [c for c in built.trainer.callbacks if isinstance(c, CorruptionEval)]
-    assert len(callback.attacks) == 75
-    assert callback.reference == ALEXNET_ERRORS
-    assert (callback.settings.max_images, callback.every_n_epochs) == (1000, 5)

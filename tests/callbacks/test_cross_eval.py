@@ -13,7 +13,7 @@ from lightning_rob.threat import Threat
 from tests.callbacks.test_any_module import trainer
 from tests.forked import two_ranks
 from tests.schema import checked
-from tests.tiny import Blobs, TinyNet, arc, pgd, recipe, run
+from tests.tiny import Blobs, TinyNet, arc, images_of, pgd, recipe, run
 
 THREAT = Threat("linf", 24 / 255)
 PLAIN = PGD(THREAT, steps=4, step_size=8 / 255, random_start=False)
@@ -25,9 +25,7 @@ def trained_net(seed, width):
     torch.manual_seed(seed)
     net, data = TinyNet(width), Blobs()
     data.setup("fit")
-    part = data.parts["train"]
-    x = torch.stack([part[i][0] for i in range(len(part))])
-    y = torch.tensor([part[i][1] for i in range(len(part))])
+    x, y = images_of(data, "train")
     optimizer = torch.optim.Adam(net.parameters(), 0.01)
     for _ in range(30):
         optimizer.zero_grad()
@@ -46,12 +44,6 @@ def module_of(defense):
     module = AdversarialTraining(TinyNet)
     module.defense = defense
     return module
-
-
-def images_of(data):
-    part = data.parts["test"]
-    x = torch.stack([part[i][0] for i in range(len(part))])
-    return x, torch.tensor([part[i][1] for i in range(len(part))])
 
 
 def study(defense, *callbacks, batch_size=33, **data):
@@ -89,21 +81,6 @@ def test_first_member_gets_the_figure_that_robust_eval_gives_it(ensemble):
     logged, _ = study(ensemble, cross, alone, test_size=101)
     assert logged["test/member_1/a"] == logged["test/robust/a"]
     assert 0 < logged["test/member_1/a"] < 1
-
-
-def test_noise_is_keyed_by_image_and_seed(ensemble):
-    found = []
-    for size, seed in ((101, 0), (32, 0), (7, 0), (101, 1)):
-        cross = TransferMatrixEval({"a": RANDOM}, seed=seed)
-        study(ensemble, cross, test_size=101, batch_size=size)
-        found.append(matrix(cross, "a"))
-    assert found[0] == found[1] == found[2] != found[3]
-
-
-def test_single_network_is_an_ensemble_of_one(ensemble):
-    cross = TransferMatrixEval({"a": PLAIN})
-    study(Single(ensemble.classifiers[0]), cross)
-    assert torch.tensor(matrix(cross, "a")).shape == (1, 1)
 
 
 def test_table_of_members(ensemble, capsys):
@@ -186,15 +163,6 @@ def test_two_processes_give_the_same_matrices_and_the_same_gallery(fitted, tmp_p
     assert [n for _, n, _ in found[0][0]] == [60, 60]
     assert found[0][1][0] == 101
     assert found[0][1][2] > 0
-
-
-@pytest.mark.parametrize("kind", [TransferMatrixEval, VotingRuleEval])
-def test_what_is_there_twice_runs_once_and_equal_names_are_numbered(kind, ensemble):
-    three = [kind({"a": attack}) for attack in (PLAIN, RANDOM, PLAIN)]
-    logged, _ = study(ensemble, *three)
-    assert [list(callback.attacks) for callback in three] == [["a"], ["a_2"], []]
-    place = "test/member_3/{}" if kind is TransferMatrixEval else "test/votes/{}/RD"
-    assert {place.format(name) for name in ("a", "a_2")} <= set(logged)
 
 
 @pytest.mark.parametrize(

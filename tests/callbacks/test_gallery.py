@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger
 from PIL import Image
 
 from lightning_rob.attacks import PGD, RandomMember
 from lightning_rob.callbacks import Gallery
 from lightning_rob.defenses import Ensemble
-from lightning_rob.plots import gallery
 from lightning_rob.threat import Threat
 from tests.callbacks.test_any_module import trainer
 from tests.callbacks.test_cross_eval import ensemble, images_of, module_of
@@ -105,22 +103,6 @@ def test_plug_in_counts_and_draws_at_test_only(tmp_path):
     assert 300 >= record["left"] >= record["fooled"] > 0
     with Image.open(folder / "gallery.png") as picture:
         assert min(picture.size) > 400
-
-
-def test_class_names_come_from_the_data(ensemble, tmp_path, monkeypatch):
-    seen = []
-    monkeypatch.setattr(
-        "lightning_rob.callbacks.gallery.gallery",
-        lambda *args: seen.append(args) or gallery(*args),
-    )
-    run = trainer(Gallery(WEAK, STRONG, count=2), logger=CSVLogger(tmp_path))
-    run.test(module_of(ensemble), Named(test_size=80), verbose=False)
-    ((cases, attacks, names, title),) = seen
-    assert names == Named.class_names
-    assert attacks == ("PGD", "PGD")
-    assert len(cases) == 2
-    assert title.startswith("PGD fools every member on")
-    assert list(tmp_path.rglob("gallery.png"))
 
 
 def test_bad_arguments(ensemble):

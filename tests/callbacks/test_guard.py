@@ -1,12 +1,11 @@
 """Nothing that is not finite gets into weights, checkpoints or figures; signals are heeded."""
 
-import io
 import os
 import signal
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,7 +14,7 @@ from lightning_rob.callbacks import TerminateOnNonFinite
 from lightning_rob.modules import AdversarialTraining
 from lightning_rob.runtime.errors import Fault
 from lightning_rob.runtime.processes import SIGNALS, handle_signals, stop
-from tests.tiny import Blobs, TinyNet, same_weights
+from tests.tiny import Blobs, TinyNet, quiet_trainer, same_weights
 
 NAN = float("nan")
 
@@ -58,16 +57,10 @@ def spoil(module):
 
 def trainer(folder, *callbacks, guard=True, **options):
     torch.manual_seed(0)
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     watching = [TerminateOnNonFinite()] if guard else []
     kept = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    return Trainer(
-        accelerator="cpu",
-        max_epochs=2,
-        default_root_dir=folder,
-        callbacks=[*watching, *callbacks, kept],
-        **quiet | options,
-    )
+    given = {"max_epochs": 2, "default_root_dir": folder, "enable_checkpointing": True}
+    return quiet_trainer(*watching, *callbacks, kept, **given | options)
 
 
 def fit(folder, *callbacks, module=None, **options):
@@ -204,19 +197,6 @@ def test_a_signal_that_comes_too_late_to_stop_anything_still_tells():
         stop.defer = lambda: True
         os.kill(os.getpid(), signal.SIGTERM)
     assert exit_.value.code == 143
-
-
-def test_a_signal_while_the_line_is_written_adds_no_second_one(monkeypatch):
-    class Interrupted(io.StringIO):
-        def write(self, text):
-            super().write(text)
-            stop(signal.SIGTERM, None)
-
-    monkeypatch.setattr("sys.stderr", written := Interrupted())
-    with pytest.raises(SystemExit) as exit_, handle_signals():
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert exit_.value.code == 143
-    assert written.getvalue() == "lightning-rob: stopped by SIGTERM\n"
 
 
 def test_signals_while_the_run_ends_leave_no_handler_behind(monkeypatch):

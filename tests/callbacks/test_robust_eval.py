@@ -7,12 +7,10 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_rob.attacks import ARC, PGD, OnMember, Strongest
-from lightning_rob.callbacks import RobustEval, base
+from lightning_rob.attacks import PGD
+from lightning_rob.callbacks import RobustEval
 from lightning_rob.callbacks.image_grid import image_grid
-from lightning_rob.defenses import Defense, Single, first_member
-from lightning_rob.defenses.copies import original
-from lightning_rob.evaluation import evaluate
+from lightning_rob.defenses import Defense, first_member
 from lightning_rob.metrics import student
 from lightning_rob.modules import AdversarialTraining
 from lightning_rob.randomness import uniform
@@ -47,36 +45,6 @@ def test_robust_accuracy_is_that_of_the_attack_by_hand():
     assert clean > logged["test/robust/pgd"]
 
 
-class Reader(TinyNet):
-    """Reads the network of which it is a copy whenever an attack or a prediction calls it."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = Shared()
-
-    def forward(self, x):
-        own = original(self)
-        weights = {name: value.clone() for name, value in own.state_dict().items()}
-        grads = {weight.requires_grad for weight in own.parameters()}
-        self.seen.append((own is self, weights, grads, {part.training for part in own.modules()}))
-        return super().forward(x)
-
-
-def test_a_reader_amid_an_attack_sees_the_network_as_it_is():
-    """As a signal handler that saves a checkpoint: no folded or frozen weights, no eval mode."""
-    net = Reader()
-    before = {name: value.clone() for name, value in net.state_dict().items()}
-    x, y = torch.rand(20, 3, 8, 8), torch.randint(4, (20,))
-    evaluate(net, {"pgd": ATTACK, "arc": ARC(THREAT, 2, 16 / 255)}, [(x, y)], progress=False)
-    ATTACK(Single(net), x, y)
-    assert len(net.seen) > 10
-    for itself, weights, grads, modes in net.seen:
-        assert not itself
-        assert weights.keys() == before.keys()
-        assert all(torch.equal(weights[name], value) for name, value in before.items())
-        assert grads == {True} and modes == {True}
-
-
 def test_findings_and_blindness_are_logged_once():
     """The gradient of logits that are constant is zero: no attack moves."""
     module = AdversarialTraining(TinyNet)
@@ -90,15 +58,6 @@ def test_findings_and_blindness_are_logged_once():
     results = [callback.result for callback in callbacks]
     texts = {one.text for found in results for one in found.findings if one.flagged}
     assert logged["test/robust/findings"] == len(texts) >= 4
-
-
-def test_a_fit_that_ends_before_its_attacks_reports_it(monkeypatch):
-    shown = []
-    monkeypatch.setattr(base, "rank_zero_info", shown.append)
-    for epochs in (1, 2):
-        callback = RobustEval({"pgd": ATTACK}, every_n_epochs=2)
-        trainer(callback, max_epochs=epochs).fit(AdversarialTraining(TinyNet), Blobs())
-    assert ["in none of these 1" in text for text in shown] == [True]
 
 
 class Heard(AdversarialTraining):
@@ -203,18 +162,6 @@ def test_a_panel_shows_clean_perturbation_and_adversarial():
     assert middle[0, 0] == 1
     assert middle[0, 96] == 0
     assert middle[-1, 50].item() == pytest.approx(0.5, abs=0.01)
-
-
-def test_another_radius_for_all_attacks():
-    warm = ARC(THREAT, 2, THREAT.eps, start=Strongest((ATTACK, OnMember(ATTACK, 0))))
-    callback = RobustEval({"pgd": ATTACK, "warm": warm}, eps="32/255")
-    wide = Threat("linf", 32 / 255)
-    pgd_wide = PGD(wide, steps=2, step_size=16 / 255)
-    assert callback.attacks == {
-        "pgd": pgd_wide,
-        "warm": ARC(wide, 2, wide.eps, start=Strongest((pgd_wide, OnMember(pgd_wide, 0)))),
-    }
-    assert RobustEval({"pgd": ATTACK}).attacks == {"pgd": ATTACK}
 
 
 class Noisy(Defense):

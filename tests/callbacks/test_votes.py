@@ -10,9 +10,9 @@ from rich.console import Console
 from lightning_rob.attacks import PGD
 from lightning_rob.callbacks import VotingRuleEval
 from lightning_rob.callbacks.votes import print_votes
-from lightning_rob.defenses import DENT, Ensemble, TransformEnsemble
+from lightning_rob.defenses import DENT, TransformEnsemble
 from lightning_rob.evaluation.records import with_schema
-from lightning_rob.rules import VOTING_RULES, majority, random_member
+from lightning_rob.rules import VOTING_RULES, majority
 from lightning_rob.threat import Threat
 from tests.callbacks.test_cross_eval import study as evaluated
 from tests.schema import checked
@@ -121,33 +121,12 @@ def test_each_target_in_turn(ensemble):
     assert names == {"clean", *(f"pgd_on_{name}" for name in NAMES)}
 
 
-def test_any_ensemble_can_vote():
-    plain = Ensemble(nets(2), [0.9, 0.1])
-    _, (votes,) = study(plain, VotingRuleEval({"pgd": WEAK}, rules={"RD": random_member}))
-    assert {result["rule"] for result in votes.results} == {"RD"}
-    with pytest.raises(TypeError, match="ensembles are parts of a TransformEnsemble"):
-        study(plain, VotingRuleEval({"pgd": WEAK}, ensembles={"one": ["clean"]}))
-
-
 def test_dissimilarity_is_that_of_the_perturbation(ensemble):
     relative = PGD(Threat("l2", 0.2, relative=True), 5, 0.1, keep_best=False)
     _, (votes,) = study(ensemble, VotingRuleEval({"pgd": relative}))
     by_name = {result["name"]: result["dissimilarity"] for result in votes.results}
     assert by_name["clean"] == 0
     assert 0.1 < by_name["pgd"] <= 0.2 * (1 + 1e-5)
-
-
-class NonFinite(TinyNet):
-    """Its logits are not finite."""
-
-    def forward(self, x):
-        return super().forward(x) * torch.nan
-
-
-def test_logits_that_are_not_finite_are_no_success_of_an_attack():
-    mixed = TransformEnsemble([*nets(1), NonFinite().eval()], ["clean", "rotate_90"])
-    with pytest.raises(ValueError, match="logits are not numbers on 33 of 33 images"):
-        study(mixed, VotingRuleEval({"pgd": WEAK}, attacked=["clean"]))
 
 
 def test_a_defense_that_adapts_is_refused():

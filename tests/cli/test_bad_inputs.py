@@ -9,11 +9,3 @@ from tests.cli.bad_inputs import CASES, complaint
 def test_one_clear_line_and_exit_code_2(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert complaint(name, tmp_path) == ""
-
-
-def test_a_good_input_is_a_complaint(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(CASES, "good", (lambda folder: ["--version"], "anything"))
-    assert complaint("good", tmp_path) == "it was run"
-    monkeypatch.setitem(CASES, "good", (lambda folder: ["fti"], "another reason"))
-    assert "is not in" in complaint("good", tmp_path)

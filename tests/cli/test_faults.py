@@ -155,13 +155,6 @@ def test_a_write_error_of_a_thread_ends_the_run(capsys):
     assert not capsys.readouterr().err
 
 
-def test_a_folder_that_cannot_be_made(tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    place = f"--trainer.logger.init_args.save_dir={tmp_path}/file/logs"
-    line = error_line(capsys, 2, "fit", "--config", plan(tmp_path), place)
-    assert f"Not a directory: '{tmp_path}/file/logs" in line
-
-
 def test_a_process_started_after_a_run_is_independent_of_it(monkeypatch):
     """A script may call `main` and then torchrun, whose processes have another parent."""
     monkeypatch.delenv("LOCAL_RANK", raising=False)

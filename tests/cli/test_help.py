@@ -57,12 +57,6 @@ def test_help_fits_a_screen_and_imports_nothing_heavy(pages, command):
     assert re.match(r"usage: lightning-rob", lines[0])
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_has_an_example(pages, command):
-    page = pages[command][0].partition("\n")[2]
-    assert re.search(rf"^  lightning-rob {command} \S", page, re.M)
-
-
 @pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
 def test_h_after_other_options(pages, command, capsys):
     main([command, "--config", "configs/demo.yaml", "-h"])
@@ -90,15 +84,6 @@ def test_every_option_of_the_short_page_exists(pages, capsys):
     short = re.findall(r"^  (--[\w.-]+)", page, re.M)
     outside = {"--help", "--model.help", "--model.NAME", "--data.NAME", "--allow-import"}
     assert [name for name in short if name not in whole and name not in outside] == []
-
-
-@pytest.mark.parametrize("command", ["sweep", "tune"])
-def test_the_whole_page_of_a_command_needs_no_options(capsys, command):
-    with pytest.raises(SystemExit) as end:
-        main([command, "--help", "all"])
-    assert not end.value.code
-    whole = capsys.readouterr().out
-    assert all(f"--{field.name}" in whole for field in fields(config_of(command)))
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c not in OF_LIGHTNING])

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from lightning.pytorch import LightningDataModule, Trainer
 from torch.utils.data import DataLoader
 
@@ -13,7 +12,7 @@ import lightning_rob
 from lightning_rob import ARC, PGD, Threat, evaluate
 from lightning_rob.callbacks import RobustEval
 from lightning_rob.cli import main
-from lightning_rob.recipes.environment import VARIABLE, callbacks, none_for_pytorch_lightning
+from lightning_rob.recipes.environment import VARIABLE, callbacks
 from lightning_rob.recipes.trust import VARIABLE as ALLOWED
 from lightning_rob.runtime.errors import InputError
 from tests.callbacks.test_any_module import DATA, Classifier
@@ -157,17 +156,3 @@ def test_any_trainer_takes_plug_ins_from_the_environment(monkeypatch):
     if any(isinstance(c, RobustEval) for c in names):  # installed with this entry point
         (logged,) = Trainer(accelerator="cpu", **quiet).test(Classifier(), DataLoader(DATA, 20))
         assert "test/robust/arc" in logged
-
-
-def test_the_recipe_of_a_foreign_run_names_both(foreign):
-    content = yaml.safe_load((foreign / "config.yaml").read_text())
-    assert content["model"]["class_path"].endswith("Classifier")
-    assert content["data"]["class_path"].endswith("OwnImages")
-
-
-def test_a_trainer_of_pytorch_lightning_is_told_that_plug_ins_are_not_for_it(monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
-    assert none_for_pytorch_lightning() == []
-    monkeypatch.setenv(VARIABLE, "pgd")
-    with pytest.raises(ImportError, match=r"write `import lightning\.pytorch as pl`"):
-        none_for_pytorch_lightning()

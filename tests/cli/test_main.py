@@ -1,22 +1,17 @@
 """The command line as a user meets it."""
 
 import re
-import sys
-import warnings
 
-import jsonargparse
 import pytest
 import torch
 import yaml
 
-from lightning_rob.cli import main
 from lightning_rob.cli.checkpoints import SafeCheckpointIO
-from lightning_rob.cli.lightning_cli import RobustCLI
-from lightning_rob.cli.options import OF_RUN, read_command_line
-from lightning_rob.recipes import safe_yaml
-from lightning_rob.runtime import files
+from lightning_rob.cli.options import read_command_line
 from tests.tiny import (
+    CKPT,
     arc,
+    fit,
     pgd,
     recipe,
     records,
@@ -26,17 +21,13 @@ from tests.tiny import (
     weights,
 )
 
-CKPT = "run/version_0/checkpoints/last.ckpt"
 TINY = "tests.tiny.TinyNet"
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
-    checkpoint = {"class_path": "ModelCheckpoint", "init_args": {"save_last": True}}
-    evaluation = robust_eval({"apgd": pgd(), "arc": arc()})
-    callbacks = {"trainer__callbacks+": [checkpoint, evaluation]}
-    run("fit", "--config", recipe(folder, **callbacks), "--test_after_fit=true")
+    fit(folder, "--test_after_fit=true", callbacks=[robust_eval({"apgd": pgd(), "arc": arc()})])
     return folder
 
 
@@ -48,11 +39,6 @@ def fails(capsys, *args) -> str:
     assert len(lines) == 1
     assert len(lines[0]) < 400
     return lines[0]
-
-
-def test_version(capsys):
-    main(["--version"])
-    assert re.fullmatch(r"lightning-rob \d+\.\d+\.\d+\n", capsys.readouterr().out)
 
 
 def test_fit_logs_every_epoch_and_test_comes_last(trained):
@@ -132,17 +118,6 @@ def test_the_saved_configuration_runs_again(trained, tmp_path, monkeypatch, caps
         read_command_line(*command)
 
 
-def test_the_printed_configuration_is_the_saved_one(trained, capsys):
-    """Which runs again."""
-    with pytest.raises(SystemExit) as end:
-        run("fit", "--config", trained / "recipe.yaml", "--test_after_fit=true", "--print_config")
-    assert not end.value.code
-    printed = yaml.safe_load(capsys.readouterr().out)
-    assert printed.keys() <= {*OF_RUN, "model", "data", "trainer"}
-    saved = yaml.safe_load((trained / "run/version_0/config.yaml").read_text())
-    assert printed | {"weights_only": True} == saved  # which it becomes before anything is read
-
-
 SAID = r"^(No weights|Radius): .*"  # before a test
 
 
@@ -186,48 +161,6 @@ def test_predict_writes_class_probabilities(trained, tmp_path, monkeypatch):
     assert torch.equal(table[:, 1], table[:, 2:].argmax(1).float())
 
 
-def test_a_terminal_shows_at_once_that_the_command_runs(tmp_path, capsys, monkeypatch):
-    started = []
-    monkeypatch.setattr("lightning_rob.cli.commands.run_command", started.append)
-    args = ("fit", "--config", recipe(tmp_path))
-    run(*args)
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    run(*args)
-    assert capsys.readouterr().err == "lightning-rob fit: loading PyTorch …\n"
-    assert len(started) == 2
-
-
-def test_lengths_may_be_fractions_on_the_command_line(tmp_path):
-    args = ["--model.attack.threat.eps=4/255", "--model.attack.step_size", "1/255"]
-    built = RobustCLI(["--config", str(recipe(tmp_path)), *args], run=False)
-    assert built.model.attack.threat.eps == 4 / 255
-    assert built.model.attack.step_size == 1 / 255
-
-
-def test_a_test_leaves_out_what_does_not_concern_it(trained, tmp_path, monkeypatch, caplog):
-    """Advertisements of Lightning, and a warning of its ModelCheckpoint that matters to a fit."""
-    monkeypatch.chdir(tmp_path)
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        run("test", trained / CKPT, "--trainer.logger=CSVLogger", "--trainer.logger.save_dir=other")
-    assert not [one for one in found if "dirpath" in str(one.message)]
-    assert "GPU available" in caplog.text
-    assert "Tip" not in caplog.text
-
-
-def test_a_checkpoint_is_read_once(trained, tmp_path, monkeypatch, capsys):
-    """For the recipe and for the weights; hashed once, too."""
-    reads, load, digest = [], torch.load, files.digest
-    monkeypatch.setattr(
-        torch, "load", lambda *args, **kwargs: reads.append(0) or load(*args, **kwargs)
-    )
-    monkeypatch.setattr(files, "digest", lambda path: reads.append(1) or digest(path))
-    monkeypatch.chdir(tmp_path)
-    run("test", "--ckpt_path", trained / CKPT, "--trainer.accelerator=cpu")
-    assert sorted(reads) == [0, 1]
-
-
 def test_a_checkpoint_that_changes_after_its_recipe_was_read_is_read_again(tmp_path):
     path = tmp_path / "last.ckpt"
     reader, writer = SafeCheckpointIO(), SafeCheckpointIO()
@@ -239,39 +172,9 @@ def test_a_checkpoint_that_changes_after_its_recipe_was_read_is_read_again(tmp_p
     assert reader.loaded == {"epoch": 1}
 
 
-def test_a_configuration_file_is_parsed_once_and_the_loader_is_restored(tmp_path, monkeypatch):
-    texts, loader = [], jsonargparse.get_loader("yaml")
-
-    class Counted(safe_yaml.Loader):
-        def __init__(self, text):
-            texts.append(text)
-            super().__init__(text)
-
-    monkeypatch.setattr(safe_yaml, "Loader", Counted)
-    file = recipe(tmp_path)
-    RobustCLI(["--config", str(file), "--trainer.logger=false"], run=False)
-    assert texts.count(file.read_text()) == 1
-    assert jsonargparse.get_loader("yaml") is loader
-
-
 def test_a_refused_fit_leaves_no_folder(tmp_path, capsys):
     config = recipe(tmp_path)
     assert "max_epochs must be 4" in fails(
         capsys, "fit", "--config", config, "--trainer.max_epochs=3"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
-
-
-def test_a_plugin_whose_name_is_taken_says_its_new_name_and_radius(tmp_path, capsys):
-    stronger = robust_eval({"apgd": pgd(threat={"norm": "linf", "eps": "32/255"}), "arc": arc()})
-    more_images = robust_eval({"apgd": pgd()}, max_images=8)
-    plugged = [f"--trainer.callbacks+={yaml.safe_dump(one)}" for one in (stronger, more_images)]
-    short = ["--trainer.max_epochs=2", "--model.init_args.epochs=1", "--test_after_fit=true"]
-    run("fit", "--config", recipe(tmp_path), *short, *plugged)
-    told = [line for line in capsys.readouterr().out.splitlines() if "is taken" in line]
-    assert told == [
-        "The name apgd is taken by an earlier callback: this attack is apgd_2, "
-        "at linf 32/255 instead of linf 16/255.",
-        "The name apgd is taken by an earlier callback: this attack is apgd_3.",
-    ]
-    assert {"apgd", "apgd_2", "apgd_3", "arc"} <= {r["name"] for r in records(tmp_path)}

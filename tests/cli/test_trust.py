@@ -79,18 +79,6 @@ def test_functions_that_load_start_or_write_are_not_trusted(name):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        *("lightning_rob.PGD", "lightning_rob.attacks.PGD", "lightning_rob.objectives.linear"),
-        *("torch.optim.SGD", "torch.nn.functional.cross_entropy", "torchvision.models.resnet18"),
-        *("lightning.pytorch.callbacks.ModelCheckpoint", "kornia.filters.gaussian_blur2d"),
-    ],
-)
-def test_classes_that_recipes_need_are_trusted(name):
-    assert of_type(name) is not None
-
-
-@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("a: 1\nb: 2\na: 3\n", "line 3: the key 'a' is given twice"),

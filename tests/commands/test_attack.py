@@ -1,8 +1,7 @@
 """The command that attacks a checkpoint by what its defense calls for."""
 
 from lightning_rob import load_callbacks
-from tests.commands.test_audit import fit
-from tests.tiny import recipe, run
+from tests.tiny import fit, recipe, run
 
 
 def test_the_command_prints_the_trail_and_writes_a_plug_in(tmp_path, monkeypatch, capsys):

@@ -1,6 +1,5 @@
 """The audit as a callback and as a command."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -10,17 +9,7 @@ from lightning_rob.attacks import PGD
 from lightning_rob.commands.audit import AuditConfig, audited_threat
 from lightning_rob.threat import Threat
 from tests.schema import checked
-from tests.test_ddp import TWO
-from tests.tiny import pgd, recipe, robust_eval, run, same_weights, shell, weights
-
-CKPT = "run/version_0/checkpoints/last.ckpt"
-
-
-def fit(folder, *callbacks):
-    checkpoint = {"class_path": "ModelCheckpoint", "init_args": {"save_last": True}}
-    options = {"trainer__callbacks+": [checkpoint, *callbacks], "model__init_args__monitor": None}
-    run("fit", "--config", recipe(folder, **options))
-    return folder / CKPT
+from tests.tiny import fit, pgd, recipe, robust_eval, run, same_weights, weights
 
 
 @pytest.fixture(scope="module")
@@ -55,28 +44,9 @@ def test_the_callback_writes_what_it_found(trained, tmp_path, capsys):
     assert "callbacks/climb.yaml" in " ".join(shown.split())
 
 
-@pytest.mark.slow  # test_ddp holds for all evaluation callbacks that ranks share the groups
-def test_two_processes_find_the_same(trained, tmp_path):
-    """Except Square, whose noise depends on the batch."""
-    found = []
-    for name, args in {"one": [], "two": TWO}.items():
-        (tmp_path / name).mkdir()
-        data = {"class_path": "tests.tiny.Blobs", "init_args": {"test_size": 33}}
-        callbacks = {"trainer__callbacks+": [audited(queries=1, max_images=None)]}
-        file = recipe(tmp_path / name, data=data, **callbacks)
-        done = shell("test", "--config", file, "--ckpt_path", trained, *args)
-        assert done.returncode == 0, done.stderr
-        record = json.loads((tmp_path / name / "run/version_0/audit.json").read_text())
-        assert {r["n"] for r in record["attacks"]} == {33}
-        rows = {r["name"]: r["accuracy"] for r in record["attacks"] if r["name"] != "square"}
-        findings = {f["name"]: f for f in record["findings"] if f["name"] != "black_box"}
-        found.append((rows, findings))
-    assert found[0] == found[1]
-
-
 def test_it_runs_in_fit_and_training_stays_the_same(trained, tmp_path):
-    fit(tmp_path, audited(max_images=4))
-    assert same_weights(weights(trained), weights(tmp_path / CKPT))
+    again = fit(tmp_path, callbacks=[audited(max_images=4)], model__init_args__monitor=None)
+    assert same_weights(weights(trained), weights(again))
     assert (tmp_path / "run/version_0/audit.json").exists()
 
 

@@ -82,23 +82,6 @@ def test_an_existing_network_is_not_trained_again(tmp_path, capsys):
     assert epochs == {"VerticalFlip": "1", "Erase": "2", "Gamma": "1"}
 
 
-def test_an_interrupted_run_keeps_finished_networks(tmp_path, monkeypatch):
-    calls, sample = [], Gamma.sample
-
-    def late(self, x, generator=None):
-        calls.append(len(x))
-        if len(calls) > 3:  # after a trial of each transform, in the middle of the training
-            raise KeyboardInterrupt
-        return sample(self, x, generator)
-
-    monkeypatch.setattr(Gamma, "sample", late)
-    with pytest.raises(KeyboardInterrupt):
-        bpda(tmp_path, *COLOUR, *ONCE, "--transforms", "VerticalFlip,Gamma")
-    monkeypatch.undo()
-    (there,) = tmp_path.iterdir()
-    assert there == place_of(tmp_path, VerticalFlip(), (3, 8, 8))
-
-
 def test_on_grey_images_transforms_of_colour_are_skipped(tmp_path, capsys):
     data = ["--data", "tests.commands.test_bpda.Grey", "--max_images", "4"]
     bpda(tmp_path, *data, *ONCE)

@@ -1,13 +1,10 @@
 """The command that compares records of the same images."""
 
-import re
-
 import pytest
 import torch
-from rich.console import Console
 
 from lightning_rob.cli.options import parse_records
-from lightning_rob.commands.compare.records import compared, print_comparison
+from lightning_rob.commands.compare.records import compared
 from lightning_rob.evaluation.result_file import write_result_file
 from lightning_rob.evaluation.resume_log import BatchOutcome
 from lightning_rob.evaluation.store import PerImageResults
@@ -57,16 +54,6 @@ def test_the_command_compares_attacks_and_checkpoints(tmp_path, capsys):
     by_figure = {row[0]: row[-1] for row in cells(out)}
     assert by_figure["x"] == "0.75"  # 2 / 2**3, three times
     assert "y" not in by_figure
-
-
-def test_a_long_name_is_folded_before_a_number_is_cut(capsys):
-    name = "adaptive_pgd_restarts → member_1_again"
-    found = compared([(name, torch.ones(400), (torch.arange(400) < 100).float())])
-    print_comparison("title", found, Console(width=80))
-    rows = cells(capsys.readouterr().out)
-    assert "".join(row[0] for row in rows).replace(" ", "") == name.replace(" ", "")
-    assert rows[0][-1] == "<0.001"
-    assert "…" not in rows[0][1]
 
 
 def test_an_ensemble_is_compared_with_its_first_member(tmp_path, capsys):
@@ -178,17 +165,3 @@ def test_of_a_folder_its_records_are_named(tmp_path, capsys):
             run("compare", tmp_path / "run")
         assert end.value.code == 2
         assert reason.format(path) in capsys.readouterr().err
-
-
-def test_odd_names_stay_in_their_cells(tmp_path, capsys):
-    name = "a|b <i> [/x] \x01"
-    ones, zeros = torch.ones(20), torch.zeros(20)
-    old = record(tmp_path / "old.csv", {"clean": ones, name: ones})
-    new = record(tmp_path / "new.csv", {"clean": ones, name: zeros})
-    with pytest.raises(SystemExit) as end:
-        run("compare", old, new, "--fail-if-worse=0.1", "--markdown", tmp_path / "x.md")
-    assert end.value.code == 1
-    assert "[/x]" in capsys.readouterr().out
-    rows = [line for line in (tmp_path / "x.md").read_text().splitlines() if line[:1] == "|"]
-    assert "<i>" not in "".join(rows)
-    assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1

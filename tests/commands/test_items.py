@@ -6,7 +6,6 @@ import shutil
 import zipfile
 from pathlib import Path
 from pickle import UnpicklingError
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,13 +21,11 @@ from lightning_rob.commands import report as reports
 from lightning_rob.commands.monitor import folder
 from lightning_rob.commands.report import report
 from lightning_rob.commands.scores import ScoreFiles
-from lightning_rob.commands.tune.study import Record, Study, Trial
 from lightning_rob.evaluation.result_file import as_text, name_of
 from lightning_rob.modules import AdversarialTraining
 from lightning_rob.nets import weights
 from lightning_rob.nets.weights import read_file
 from lightning_rob.runtime.errors import InputError, visible
-from lightning_rob.runtime.files import write_manifest
 from lightning_rob.threat import Threat
 from tests.cli.hostile import CANARY, evil
 from tests.tiny import pgd, recipe, robust_eval, run
@@ -55,7 +52,6 @@ NAMES = [b"caf\xe9.ckpt", b"\x1b]0;title\x07.ckpt", b"a\nlightning-rob: alarm: f
 
 
 def test_odd_names_are_escaped_everywhere(trained, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(os, "setpriority", lambda *_: None)
     monkeypatch.setattr(folder, "SETTLE", 0.0)
     place = tmp_path / "checkpoints"
     place.mkdir()
@@ -118,32 +114,6 @@ def test_a_checkpoint_that_inflates_or_never_ends_is_refused(tmp_path):
         read_file("/dev/zero")
 
 
-def test_a_file_of_the_old_kind_says_that_damage_is_not_seen(tmp_path):
-    path = tmp_path / "old.ckpt"
-    torch.save({"w": torch.ones(2)}, path, _use_new_zipfile_serialization=False)
-    with pytest.warns(UserWarning, match="without a digest: damage would not be seen"):
-        read_file(path)
-    write_manifest(path)
-    read_file(path)
-
-
-def test_lightning_calls_nothing_that_a_checkpoint_names(tmp_path):
-    """The advice of docs/yours.md: `load_from_checkpoint`; Lightning 2.6.5 called the function."""
-    named = {"_instantiator": f"{__name__}.called", "anything": 1}
-    content = {"pytorch-lightning_version": "2.6.6", "state_dict": {}, "hyper_parameters": named}
-    torch.save(content, tmp_path / "evil.ckpt")
-    with pytest.raises(ValueError, match="instantiator"):
-        AdversarialTraining.load_from_checkpoint(tmp_path / "evil.ckpt", strict=False)
-    assert not CALLS
-
-
-CALLS = []
-
-
-def called(*args, **kwargs):
-    CALLS.append(args)
-
-
 def test_a_run_with_broken_records_does_not_stop_the_report(tmp_path, monkeypatch, capsys):
     fields = {"schema": 1, "kind": "accuracy", "name": "pgd", "stage": "test", "accuracy": 0.5}
     for name in ("good", "nested", "odd"):
@@ -172,24 +142,6 @@ def test_a_run_with_broken_records_does_not_stop_the_report(tmp_path, monkeypatc
     assert beside.read_text().count("50.0%") >= 2
     error = capsys.readouterr().err
     assert "odd \\x1b[2J" in error and "\x1b" not in error
-
-
-def test_a_later_trial_without_the_objective_is_a_failed_trial(tmp_path):
-    class Space:
-        def score(self, metrics):
-            if "acc" not in metrics:
-                raise ValueError("no acc is logged")
-            return metrics["acc"]
-
-    def study(path):
-        return Study(SimpleNamespace(space=Space()), Record(path, "s"), None)
-
-    first = study(tmp_path / "a.jsonl")
-    with pytest.raises(ValueError, match="no acc"):
-        first.add(Trial(0, {}, {}, 1.0, versions={}))
-    first.add(Trial(0, {}, {"acc": 0.5}, 1.0, versions={}))
-    first.add(Trial(1, {}, {}, 1.0, versions={}))
-    assert [trial.error for trial in first.record.ended] == [None, "no acc is logged"]
 
 
 DOORS = {

@@ -1,17 +1,13 @@
 """Metrics of the monitor, read by the parsers of prometheus_client, and docs/deploy."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 import time
 from configparser import RawConfigParser
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
-import torch
 import yaml
 
 from lightning_rob.cli.options import read_command_line
@@ -20,13 +16,11 @@ from lightning_rob.commands.monitor.history import History, timestamp
 from lightning_rob.commands.monitor.page import Snapshot, newest_group
 from lightning_rob.commands.monitor.publish import Publisher
 from lightning_rob.runtime.errors import InputError
-from tests.commands.test_compare import record
 from tests.commands.test_notify import evaluation
 from tests.tiny import ROOT
 
 pytest.importorskip("prometheus_client")
 from prometheus_client.openmetrics import parser as openmetrics
-from prometheus_client.parser import text_string_to_metric_families
 
 DEPLOY = ROOT / "docs/deploy"
 
@@ -39,8 +33,7 @@ def lines_of(step, alarm=()):
 @pytest.fixture
 def published(tmp_path):
     """Metrics of a history with two evaluations, an alarm and a missed checkpoint."""
-    config = MonitorConfig(tmp_path, serve=0, metrics_file=tmp_path / "m/rob.prom")
-    publisher, history = Publisher(config), History(tmp_path)
+    publisher, history = Publisher(MonitorConfig(tmp_path, serve=0)), History(tmp_path)
     history.append(*lines_of(1))
     history.append(*lines_of(2, ["low"]))
     history.append({"event": "missed", "checkpoint": "3.ckpt"})
@@ -68,24 +61,20 @@ def get(publisher, path, **headers):
 def test_every_figure_is_served_with_its_interval(published, tmp_path):
     text = get(published, "/metrics", Accept="application/openmetrics-text; version=1.0.0")
     assert text.endswith("# EOF\n")
-    served = samples(openmetrics.text_string_to_metric_families(text))
-    filed = samples(text_string_to_metric_families((tmp_path / "m/rob.prom").read_text()))
-    for found in (served, filed):
-        values = {key: sample.value for key, sample in found.items()}
-        assert values["lightning_rob_accuracy", "worst"] == 0.25
-        assert values["lightning_rob_accuracy_low", "worst"] == pytest.approx(0.15)
-        assert values["lightning_rob_accuracy_high", "worst"] == pytest.approx(0.35)
-        assert values["lightning_rob_images", "worst"] == 8
-        assert values["lightning_rob_notifications_waiting", "https://a.com"] == 2
-        expected = {"checkpoint_step": 2, "alarm": 1, "alarms_total": 1, "evaluations_total": 2}
-        expected |= {"missed_total": 1, "broken_total": 0, "queue_length": 4, "checkpoint_info": 1}
-        assert {k: values[f"lightning_rob_{k}", None] for k in expected} == expected
-        age = time.time() - values["lightning_rob_last_evaluation_timestamp_seconds", None]
-        assert 0 <= age < 60
-        assert {s.labels["run"] for s in found.values()} == {str(tmp_path)}
-        info = found["lightning_rob_checkpoint_info", None].labels
-        assert (info["checkpoint"], info["suite"]) == ("2.ckpt", "s")
-    assert [path.name for path in (tmp_path / "m").iterdir()] == ["rob.prom"]
+    found = samples(openmetrics.text_string_to_metric_families(text))
+    values = {key: sample.value for key, sample in found.items()}
+    figures = {"accuracy": 0.25, "accuracy_low": 0.15, "accuracy_high": 0.35, "images": 8}
+    for name, value in figures.items():
+        assert values[f"lightning_rob_{name}", "worst"] == pytest.approx(value)
+    assert values["lightning_rob_notifications_waiting", "https://a.com"] == 2
+    expected = {"checkpoint_step": 2, "alarm": 1, "alarms_total": 1, "evaluations_total": 2}
+    expected |= {"missed_total": 1, "broken_total": 0, "queue_length": 4, "checkpoint_info": 1}
+    assert {k: values[f"lightning_rob_{k}", None] for k in expected} == expected
+    age = time.time() - values["lightning_rob_last_evaluation_timestamp_seconds", None]
+    assert 0 <= age < 60
+    assert {s.labels["run"] for s in found.values()} == {str(tmp_path)}
+    info = found["lightning_rob_checkpoint_info", None].labels
+    assert (info["checkpoint"], info["suite"]) == ("2.ckpt", "s")
 
 
 def test_health_is_that_of_the_last_look(published):
@@ -100,17 +89,10 @@ def test_health_is_that_of_the_last_look(published):
     failed.value.close()
 
 
-def test_a_port_in_use_and_a_file_that_cannot_be_written(published, tmp_path, capsys):
+def test_a_port_in_use(published, tmp_path):
     port = published.server.server_port
     with pytest.raises(InputError, match=f"--serve {port} on 127.0.0.1 cannot be used"):
         Publisher(MonitorConfig(tmp_path, serve=port))
-    (tmp_path / "file").touch()
-    publisher = Publisher(MonitorConfig(tmp_path, metrics_file=tmp_path / "file/x.prom"))
-    history = History(tmp_path / "other")
-    for _ in range(2):
-        publisher.update(str(tmp_path), Snapshot([], history, 0, {}))
-    history.close()
-    assert capsys.readouterr().err.count("--metrics_file cannot be written") == 1
 
 
 def commands():
@@ -144,23 +126,3 @@ def test_dashboard_and_rules_name_metrics_that_exist(published):
     names = set(re.findall(r"lightning_rob_\w+", " ".join(asked)))
     assert len(names) > 10
     assert names <= set(re.findall(r"^(lightning_rob_\w+)", get(published, "/metrics"), re.M))
-
-
-@pytest.mark.slow
-def test_the_action_fails_and_writes_a_summary(tmp_path):
-    steps = yaml.safe_load((DEPLOY / "action.yml").read_text())["runs"]["steps"]
-    yaml.safe_load((DEPLOY / "workflow.yaml").read_text())
-    old = record(tmp_path / "old.csv", {"clean": torch.ones(20), "x": torch.ones(20)})
-    new = record(tmp_path / "new.csv", {"clean": torch.ones(20), "x": torch.zeros(20)})
-    program = tmp_path / "bin/lightning-rob"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m lightning_rob "$@"\n')
-    program.chmod(0o755)
-    env = {"BASELINE": str(old), "RECORD": str(new), "LIMIT": "0.02"}
-    env |= {"GITHUB_STEP_SUMMARY": str(tmp_path / "summary"), "PYTHONPATH": str(ROOT)}
-    env |= {"PATH": f"{program.parent}:{os.environ['PATH']}"}
-    bash = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", steps[1]["run"]]
-    done = subprocess.run(bash, env=os.environ | env, capture_output=True, text=True)
-    assert done.returncode == 1, done.stderr
-    assert "| x | 100.0% |" in (tmp_path / "summary").read_text()
-    assert (tmp_path / "compare.xml").read_text().count("<failure") == 2

@@ -1,23 +1,17 @@
 """The command `monitor`: no checkpoint twice, none missed, the images by name, alarms."""
 
 import csv
-import hashlib
 import json
 import os
 import re
 import resource
 import shutil
 import signal
-import socket
-import threading
 import time
-from collections import Counter
-from contextlib import closing, redirect_stderr, redirect_stdout, suppress
+from contextlib import closing, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from io import StringIO
-from itertools import pairwise
 from pathlib import Path
-from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -29,10 +23,9 @@ from scipy.stats import binomtest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_rob.attacks import ARC, PGD
-from lightning_rob.cli.commands import model_overrides
 from lightning_rob.cli.lightning_cli import RobustCLI
 from lightning_rob.commands.checkpoints import load_weights, read_checkpoint
-from lightning_rob.commands.monitor import MonitorConfig, folder, loop
+from lightning_rob.commands.monitor import MonitorConfig, folder, history, loop
 from lightning_rob.commands.monitor.comparison import (
     FADING,
     SHARES,
@@ -40,27 +33,20 @@ from lightning_rob.commands.monitor.comparison import (
     alarms,
     drops,
 )
-from lightning_rob.commands.monitor.history import History, as_record
+from lightning_rob.commands.monitor.history import History
 from lightning_rob.commands.monitor.loop import Watched
 from lightning_rob.commands.monitor.source import LocalFolder
 from lightning_rob.commands.monitor.suite import Suite
 from lightning_rob.commands.report import report
-from lightning_rob.commands.scores import ScoreFiles
 from lightning_rob.metrics import holm, robust_accuracy
 from lightning_rob.threat import Threat
 from tests.commands.test_notify import Receiver, code_of, evaluation, forked
 from tests.schema import checked
-from tests.tiny import ROOT, TinyNet, arc, pgd, recipe, robust_eval, run
+from tests.tiny import KEPT, TinyNet, arc, images_of, pgd, recipe, robust_eval, run
 
 THREAT = Threat("linf", 16 / 255)
 ATTACKS = (PGD(THREAT, 3, 8 / 255, random_start=False), ARC(THREAT, 3, 16 / 255))
 EPOCHS = [f"epoch={i}-step={4 * (i + 1)}.ckpt" for i in range(4)]
-
-
-@pytest.fixture(autouse=True)
-def as_before(monkeypatch):
-    """A monitor gives way to others for the rest of its process; the tests after it need not."""
-    monkeypatch.setattr(os, "setpriority", lambda *_: None)
 
 
 @pytest.fixture(scope="module")
@@ -144,8 +130,7 @@ def by_hand(trained, path) -> dict[str, torch.Tensor]:
     built = RobustCLI(["--config", file, "--trainer.logger=false"], run=False)
     load_weights(built.model, read_checkpoint(str(path)))
     built.datamodule.setup("test")
-    samples = [built.datamodule.parts["test"][i] for i in range(33)]
-    x, y = torch.stack([s[0] for s in samples]), torch.tensor([s[1] for s in samples])
+    x, y = images_of(built.datamodule)
     defense = built.model.defense.eval()
     perturbed = {"clean": x, "apgd": ATTACKS[0](defense, x, y), "arc": ATTACKS[1](defense, x, y)}
     scores = {k: robust_accuracy(defense(v).detach(), y) for k, v in perturbed.items()}
@@ -163,12 +148,7 @@ def judged(trained, tmp_path_factory):
     for step, name in ((20, "swapped.ckpt"), (24, "again.ckpt")):  # as bad as each other, unequal
         scale = 1 + step / 1000
         changed(place / EPOCHS[3], place / name, lambda k, v, s=scale: swapped(k, v) * s, step)
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        redirect_stdout(StringIO()) as out,
-        redirect_stderr(StringIO()) as err,
-    ):
-        patch.setattr(os, "setpriority", lambda *_: None)
+    with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
         assert monitor(trained, watched, "--once", "--drop=0.5") == 1
     return watched, out.getvalue(), err.getvalue()
 
@@ -348,8 +328,7 @@ def test_each_checkpoint_is_evaluated_by_the_model_of_its_own_recipe(
     init = {"net": net, "attack": pgd(random_start=False)}
     noisy(0.01)(init)
     module = {"class_path": "lightning_rob.modules.AdversarialTraining", "init_args": init}
-    kept = {"class_path": "ModelCheckpoint", "init_args": {"save_last": True}}
-    options = {"trainer__max_epochs": 2, "trainer__callbacks+": [kept]}
+    options = {"trainer__max_epochs": 2, "trainer__callbacks+": [KEPT]}
     run("fit", "--config", recipe(tmp_path, model=module, **options))
     place = watched / "checkpoints"
     shutil.copy(watched.parent / "run/version_0/checkpoints/last.ckpt", place / "a.ckpt")
@@ -468,9 +447,8 @@ def test_what_cannot_be_evaluated_is_named_and_the_rest_goes_on(
         rewritten(start, place / name, change)
     changed(start, place / "nan.ckpt", lambda _, v: v * torch.nan if v.dim() else v, step=31)
     put("last.ckpt")
-    prom = watched / "rob.prom"
     with Receiver() as receiver:
-        options = ("--once", "--metrics_file", prom, "--notify", receiver.url)
+        options = ("--once", "--notify", receiver.url)
         assert monitor(trained, watched, *options) == 1
         receiver.shutdown()
     assert evaluated(watched) == [EPOCHS[0], "last.ckpt"]
@@ -487,7 +465,6 @@ def test_what_cannot_be_evaluated_is_named_and_the_rest_goes_on(
     assert capsys.readouterr().err.count("lightning-rob: alarm:") == len(names) == 8
     posts = [post["checkpoint"] for post in receiver.posts if post["kind"] == "alarm"]
     assert sorted(posts) == sorted(f"checkpoints/{name}" for name in names)
-    assert re.search(r"^lightning_rob_broken_total\S* 8.0$", prom.read_text(), re.M)
     before = lines(watched)
     assert monitor(trained, watched, "--once") == 0
     assert [line["event"] for line in lines(watched)[len(before) :]] == ["ended"]
@@ -536,28 +513,27 @@ def test_attacks_that_had_no_gradient_ring(trained, watched, put):
 def test_killed_at_any_write_it_evaluates_none_twice_and_misses_none(trained, watched, put):
     for name in EPOCHS[:2]:
         put(name)
-    append = History.append
+    append = history.append_whole
     kills = 0
 
     def dying(at, part):
         """Append, until the so-manieth time, when only a part gets to the disk."""
         count = iter(range(at))
 
-        def killed(history, *group):
+        def killed(file, content):
             if next(count, None) is None:
-                text = "".join(json.dumps(as_record(line)) + "\n" for line in group).encode()
-                os.write(history.file.fileno(), text[: int(part * len(text))])
+                os.write(file.fileno(), content[: int(part * len(content))])
                 os.kill(os.getpid(), signal.SIGKILL)
-            append(history, *group)
+            append(file, content)
 
         return killed
 
     for at, part in ((1, 0.5), (1, 0.9), (0, 1.0), (0, 0.4), (0, 1.0)):
-        History.append = dying(at, part)
+        history.append_whole = dying(at, part)
         try:
             child = forked(lambda: monitor(trained, watched, "--once"))
         finally:
-            History.append = append
+            history.append_whole = append
         kills += code_of(child) == -signal.SIGKILL
     assert kills == 5
     assert monitor(trained, watched, "--once") == 0
@@ -688,55 +664,6 @@ def test_a_logger_that_fails_takes_no_figures_from_the_others(tmp_path, capsys):
     assert "hidden" not in error
 
 
-@pytest.fixture
-def paged(trained, watched, put):
-    """The pages that a browser read while a monitor ran, which notified a receiver."""
-    put(EPOCHS[0])
-    put(EPOCHS[1])
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    pages, over = [""], watched / "over"
-
-    def read():
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and "Checkpoint by checkpoint" not in pages[-1]:
-            with suppress(OSError), urlopen(f"http://127.0.0.1:{port}/", timeout=10) as reply:
-                pages.append(reply.read().decode())
-            time.sleep(0.05)
-        over.touch()
-
-    browser = threading.Thread(target=read)
-    browser.start()
-    options = (f"--serve={port}", "--alarm=robust/worst=0.999", f"--until={over}", "--every=0.1")
-    with Receiver() as receiver:
-        assert monitor(trained, watched, *options, "--notify", receiver.url) == 1
-        receiver.shutdown()
-    browser.join()
-    return pages
-
-
-def test_its_page_shows_the_figures_and_each_field_of_the_evidence_is_in_a_record(watched, paged):
-    html = paged[-1]
-    worst = next(line for line in lines(watched) if line.get("name") == "worst")
-    low, high = worst["interval"]
-    assert f"<strong>{worst['accuracy']:.1%}</strong> <small>{low:.1%} … {high:.1%}</small>" in html
-    assert "<strong>ALARM</strong>" in html
-    assert f"robust/worst is {worst['accuracy']:.2%}, below 99.9%" in html
-    text = (ROOT / "docs/evidence.md").read_text()
-    rows = re.findall(r"^\| [^|]*\? \| (.*) \|$", text, re.M)
-    named = {name for row in rows for name in re.findall(r"`([\w.]+)`", row)}
-    # Names that are no fields.
-    known = {"index", "scores", "worst", "seen", "broken", "missed", "notified", "ended"}
-    for line in lines(watched):
-        known |= set(line)
-        parts = {k: v for k, v in line.items() if isinstance(v, dict)}
-        parts["drops"], parts["threat"] = line.get("drops", [{}])[0], line.get("threat", {})
-        known |= {f"{name}.{part}" for name, fields in parts.items() for part in fields}
-        known |= {*parts["drops"], *line.get("change", {}), *parts["threat"].get("init_args", {})}
-    assert len(rows) == 14
-    assert named <= known, named - known
-
-
 BAD = {
     "say first which run": ["--once"],
     "no folder": ["nowhere", "--once"],
@@ -747,8 +674,6 @@ BAD = {
     "--reevaluate must be above 0": [".", "--reevaluate=0"],
     "--serve must be in 0 … 65535, got 70000": [".", "--serve=70000"],
     "--serve_host is for --serve": [".", "--serve_host=0.0.0.0"],
-    "--template is for --serve": [".", "--template=x"],
-    "--metrics_file must name a FILE.prom": [".", "--metrics-file=x.txt"],
     "needs --out FOLDER": ["memory://bucket/run"],
     "user info": ["s3://key:hidden@bucket/run", "--out=x"],
     "is a chain of URLs": ["simplecache::s3://key:hidden@bucket/run", "--out=x"],
@@ -773,50 +698,6 @@ def test_bad_input_gets_one_line(reason, tmp_path, monkeypatch, capsys):
     assert "hidden" not in error
 
 
-def test_options_that_change_the_model():
-    assert list(model_overrides([])) == []
-    assert list(model_overrides(["--model.draws=3", "--once"])) == [("--model.draws", "3")]
-
-
-def test_each_checkpoint_is_read_and_hashed_once_and_only_scores_that_are_compared(
-    trained, watched, put, monkeypatch
-):
-    files, counts, opened = [], [], Counter()
-    read, record = ScoreFiles.read, Watched.record
-    load, hashed = torch.load, hashlib.file_digest
-
-    def loaded(path, **options):
-        opened["load", Path(path).name] += 1
-        return load(path, **options)
-
-    def digested(file, kind):
-        opened["hash", Path(file.name).name] += 1
-        return hashed(file, kind)
-
-    def counted(self, line):
-        files.append(line)
-        return read(self, line)
-
-    def noted(self, *lines):
-        counts.extend([len(files)] if lines[-1]["event"] == "evaluated" else [])
-        record(self, *lines)
-
-    monkeypatch.setattr(ScoreFiles, "read", counted)
-    monkeypatch.setattr(Watched, "record", noted)
-    source = watched / "checkpoints" / EPOCHS[0]
-    put(EPOCHS[0])
-    for step in range(5, 11):
-        changed(source, source.with_name(f"{step}.ckpt"), lambda _, v, n=step: v + n * 1e-4, step)
-    monkeypatch.setattr(torch, "load", loaded)
-    monkeypatch.setattr(hashlib, "file_digest", digested)
-    assert watch(trained, watched, "--drop=0.5") in (0, 1)
-    assert len(counts) == 7
-    assert max(b - a for a, b in pairwise(counts)) <= 4  # a new file, twice the last, the best
-    del opened["load", "recipe.ckpt"]
-    assert len(opened) == 14
-    assert set(opened.values()) == {1}
-
-
 def test_a_single_file_is_compared_in_the_order_of_deployment(trained, watched, put, capsys):
     """A worse model of fewer steps takes the place of another, and is rolled back."""
     put(EPOCHS[3], under="production.ckpt")
@@ -839,11 +720,11 @@ def test_a_single_file_is_compared_in_the_order_of_deployment(trained, watched, 
     # An alarm ends by another suite as well.
     put(EPOCHS[1], under="production.ckpt")
     assert watch(trained, path, "--alarm=robust/worst=0.999") == 1
-    with closing(History(home)) as history:
-        assert history.alarms().event
+    with closing(History(home)) as opened:
+        assert opened.alarms().event
     assert watch(trained, path, "--data.test_size=16") == 0
-    with closing(History(home)) as history:
-        assert not history.alarms().event
+    with closing(History(home)) as opened:
+        assert not opened.alarms().event
     assert [event["position"] for event in events(home, "evaluated")] == [0, 1, 2, 3, 4]
 
 
@@ -883,7 +764,7 @@ def test_a_checkpoint_of_odd_entries_does_not_end_the_monitor(entry, tmp_path, m
     monkeypatch.setattr(folder, "SETTLE", 0.0)
     torch.save({"state_dict": {}} | ODD[entry], tmp_path / "odd.ckpt")
     recorded = []
-    with closing(History(tmp_path)) as history:
-        watched = folder.CheckpointFolder(LocalFolder(tmp_path), history, recorded.append)
+    with closing(History(tmp_path)) as opened:
+        watched = folder.CheckpointFolder(LocalFolder(tmp_path), opened, recorded.append)
         watched.scan()
     assert [event["event"] for event in recorded] == ["broken"]

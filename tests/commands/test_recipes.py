@@ -6,7 +6,7 @@ import pytest
 
 from lightning_rob.cli import main
 from lightning_rob.commands import recipes
-from lightning_rob.commands.recipes import FOLDERS, first_sentence, shipped_files, summary
+from lightning_rob.commands.recipes import FOLDERS, shipped_files, summary
 from lightning_rob.recipes.shipped import shipped_folder
 
 
@@ -23,17 +23,6 @@ def test_every_file_is_listed_with_a_sentence(capsys, monkeypatch):
             sentence = summary(path)
             assert len(sentence) > 10
             assert f" {name} {sentence}" in shown
-
-
-def test_the_first_sentence():
-    sentences = {
-        "# PGD, 20 steps.\nclass_path: PGD\n": "PGD, 20 steps",
-        "# RT (Raff et al. 2019) on\n# digits. It is small.\n": "RT (Raff et al. 2019) on digits",
-        "# DENT by Chen et al. (2022). It adapts.\n": "DENT by Chen et al. (2022)",
-        "# DENT: pass its checkpoint.\n": "DENT",
-        "model: x\n": "",
-    }
-    assert {text: first_sentence(text) for text in sentences} == sentences
 
 
 def test_a_file_is_printed_or_copied(tmp_path, monkeypatch, capsys):

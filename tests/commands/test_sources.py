@@ -1,7 +1,6 @@
 """Checkpoints in a bucket: the same figures as of a folder, no object fetched twice, faults."""
 
 import shutil
-import threading
 import time
 from contextlib import closing
 from pathlib import Path
@@ -9,13 +8,13 @@ from pathlib import Path
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from lightning_rob.commands.monitor import MonitorConfig, folder, loop
+from lightning_rob.commands.monitor import folder, loop
 from lightning_rob.commands.monitor.history import History
 from lightning_rob.commands.monitor.source import Bucket, Unreachable
 from tests.commands import test_monitor
 from tests.commands.test_monitor import EPOCHS, changed, evaluated, events, lines, swapped, watch
 
-trained, as_before = test_monitor.trained, test_monitor.as_before
+trained = test_monitor.trained
 monitor = test_monitor.monitor
 ROOT = "/bucket/run"
 URL = f"memory:/{ROOT}"
@@ -211,26 +210,6 @@ def test_an_object_that_cannot_be_fetched_blocks_no_other_and_is_taken_later(
     assert "cannot be fetched" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_an_object_that_cannot_be_fetched_and_goes_is_missed_unless_it_is_reported(
-    bucket, put, scanned, monkeypatch
-):
-    def recorded(kind):
-        return [event["checkpoint"] for event in scanned.history.events(kind)]
-
-    places = [f"checkpoints/{name}" for name in EPOCHS]
-    for name in EPOCHS:
-        put(name)
-    refuse(monkeypatch, *EPOCHS[2:])
-    scanned.scan()
-    bucket.rm(f"{ROOT}/{places[3]}")
-    scanned.scan()
-    monkeypatch.setattr(folder, "SETTLE", 0.0)
-    scanned.scan()
-    bucket.rm(f"{ROOT}/{places[2]}")
-    scanned.scan()
-    assert (recorded("missed"), recorded("broken")) == ([places[3]], [places[2]])
-
-
 def test_a_file_system_that_fails_to_open(tmp_path):
     with pytest.raises(Unreachable, match="cannot be opened: ValueError: Protocol not known"):
         Bucket("nosuch://bucket", tmp_path)
@@ -284,19 +263,3 @@ def test_passwords_in_errors_of_packages_are_not_passed_on():
     reason = "API request to http://me:p@ss@host/api?sig=hidden failed: http://a@b/c"
     told = str(Unreachable(reason))
     assert told == "API request to http://host/api?… failed: http://b/c"
-
-
-def test_a_source_that_cannot_be_opened_sends_no_notification_again_and_again(
-    bucket, tmp_path, monkeypatch
-):
-    """Nobody would end its threads, and nothing records what they deliver."""
-
-    def refused(url):
-        raise OSError("connection refused")
-
-    monkeypatch.setattr("fsspec.core.url_to_fs", refused)
-    before = set(threading.enumerate())
-    config = MonitorConfig(URL, out=tmp_path, notify=["http://127.0.0.1:9/hook"])
-    with pytest.raises(Unreachable, match="connection refused"):
-        loop.Watched("", lambda: (config, None), config, None, {}).open()
-    assert not set(threading.enumerate()) - before

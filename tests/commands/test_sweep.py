@@ -13,8 +13,7 @@ import torch
 import yaml
 from lightning.pytorch import Callback
 
-from lightning_rob.attacks import ARC, PGD, OnMember, RandomMember, Strongest
-from lightning_rob.attacks.nested import walk
+from lightning_rob.attacks import ARC, PGD
 from lightning_rob.callbacks.robust_eval import full_defense
 from lightning_rob.cli.lightning_cli import RobustCLI
 from lightning_rob.cli.options import read_command_line
@@ -22,11 +21,8 @@ from lightning_rob.commands.checkpoints import load_weights, read_checkpoint
 from lightning_rob.commands.sweep import SweepConfig
 from lightning_rob.commands.sweep.study import (
     ResultCache,
-    with_members,
-    with_probability,
-    with_value,
+    changed,
 )
-from lightning_rob.commands.sweep.table import SweepTable
 from lightning_rob.commands.sweep.values import parse_values
 from lightning_rob.defenses import Ensemble, first_member
 from lightning_rob.evaluation import optimal_sampling
@@ -35,9 +31,8 @@ from lightning_rob.runtime.identity import fingerprint
 from lightning_rob.threat import Threat
 from tests.forked import forked
 from tests.schema import checked
-from tests.tiny import TinyNet, arc, pgd, recipe, robust_eval, run, shell
+from tests.tiny import TinyNet, arc, fit, images_of, pgd, robust_eval, run, shell
 
-CKPT = "run/version_0/checkpoints/last.ckpt"
 THREAT = Threat("linf", 16 / 255)
 APGD = PGD(THREAT, 3, 8 / 255, random_start=False)
 ATTACKS = {"apgd": (APGD, full_defense), "arc": (ARC(THREAT, 3, 16 / 255), full_defense)}
@@ -62,12 +57,8 @@ class KillAtTest(Callback):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Three members, the second of which is rarely drawn."""
-    folder = tmp_path_factory.mktemp("trained")
-    checkpoint = {"class_path": "ModelCheckpoint", "init_args": {"save_last": True}}
-    options = {"model__init_args__monitor": None, "trainer__callbacks+": [checkpoint]}
-    options |= {"model__init_args__members": 3, "model__init_args__probs": [0.6, 0.1, 0.3]}
-    run("fit", "--config", recipe(folder, trainer__max_epochs=6, **options))
-    return folder / CKPT
+    options = {"model__init_args__members": 3, "model__init_args__probs": [0.6, 0.1, 0.3]}
+    return fit(tmp_path_factory.mktemp("trained"), trainer__max_epochs=6, **options)
 
 
 def plugged(callbacks):
@@ -99,9 +90,7 @@ def loaded(trained):
     built = RobustCLI(["--config", file, "--trainer.logger=false"], run=False)
     load_weights(built.model, read_checkpoint(str(trained)))
     built.datamodule.setup("test")
-    samples = [built.datamodule.parts["test"][i] for i in range(33)]
-    images, labels = torch.stack([s[0] for s in samples]), torch.tensor([s[1] for s in samples])
-    return built.model.defense.eval(), images, labels
+    return built.model.defense.eval(), *images_of(built.datamodule)
 
 
 def by_hand(attack, defense, x, y):
@@ -283,22 +272,6 @@ def test_scores_are_arrays_and_results_without_them_are_measured_anew(trained, t
     assert "(recorded)" in capsys.readouterr().out
 
 
-def test_each_checkpoint_has_a_folder_and_there_is_none_of_a_run(trained, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    content = torch.load(trained, weights_only=True)
-    name = next(key for key in content["state_dict"] if key.endswith("last.bias"))
-    content["state_dict"][name] = content["state_dict"][name] + 1e-6
-    other = tmp_path / "last.ckpt"
-    torch.save(content, other)
-    few = plugged([robust_eval({"apgd": PLAIN}, max_images=5)])
-    for path in (trained, other):
-        run("sweep", "--ckpt_path", path, "--over=steps", "--values=1", *few)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["last.ckpt", "sweeps"]
-    folders = sorted((tmp_path / "sweeps").iterdir())
-    assert len(folders) == 2
-    assert all(f.name.startswith("last_") and f.name.endswith("_steps") for f in folders)
-
-
 def test_markdown_figure_and_the_best_value(swept):
     folder, records, printed = swept("probability")
     found = accuracies(records)
@@ -319,45 +292,15 @@ def test_markdown_figure_and_the_best_value(swept):
     assert (folder / "sweep.png").stat().st_size > 10_000
 
 
-def test_the_figure_draws_what_was_measured(swept):
-    folder, records, _ = swept("eps")
-    found, config = accuracies(records), SweepConfig("eps", CASES["eps"][0])
-    results = [point.result for point in ResultCache(folder).points.values()]
-    table = {
-        value: {r.name: r for r in results if r.details["value"] == value.number}
-        for value in config.points
-    }
-    drawn = SweepTable(config, table, {}).figure()
-    (axes,) = drawn.axes
-    assert axes.get_xlabel() == "radius eps in 1/255"
-    assert axes.get_ylabel() == "accuracy in %, 33 images"
-    lines = {line.get_label(): line for line in axes.get_lines()}
-    assert {"strongest attack", "alone on first member"} <= set(lines)
-    assert lines["arc"].get_xdata().tolist() == pytest.approx([8, 24])
-    expected = [100 * found["arc", round(e / 255, 6)] for e in (8, 24)]
-    assert lines["arc"].get_ydata().tolist() == pytest.approx(expected)
-    looks = {(line.get_color(), line.get_marker()) for line in lines.values()}
-    assert len(looks) == len(lines)
-
-
-def test_counts_are_changed_in_all_parts_of_an_attack():
-    nested = RandomMember(Strongest((APGD, OnMember(ARC(THREAT, 3, 16 / 255), 1))))
-    more = with_value(nested, "steps", 7.0)
-    assert [p.steps for p in walk(more) if hasattr(p, "steps")] == [7, 7]
-    fewer = with_value(nested, "neighbours", 2)
-    assert [p.neighbours for p in walk(fewer) if hasattr(p, "neighbours")] == [2]
-    assert fewer.attack.attacks[0] == APGD
-
-
 def test_members_without_a_share_get_equal_ones():
     nets = [TinyNet(), TinyNet(), TinyNet()]
     alone = Ensemble(nets, [1.0, 0, 0])
-    assert with_probability(alone, 0.5).weights.tolist() == [0.5, 0.25, 0.25]
+    assert changed(alone, "probability", 0.5).weights.tolist() == [0.5, 0.25, 0.25]
     defense = Ensemble(nets, [0.6, 0.1, 0.3])
-    assert fingerprint(with_probability(defense, 0.6)) == fingerprint(defense)
-    two = with_members(defense, 2)
+    assert fingerprint(changed(defense, "probability", 0.6)) == fingerprint(defense)
+    two = changed(defense, "members", 2)
     assert two.rule is defense.rule
-    assert len({fingerprint(d) for d in (defense, two, alone, with_members(alone, 1))}) == 4
+    assert len({fingerprint(d) for d in (defense, two, alone, changed(alone, "members", 1))}) == 4
 
 
 def test_lists_of_values():
@@ -425,4 +368,5 @@ def test_two_processes_find_the_same(trained, tmp_path):
 
 def test_a_changed_ensemble_rejects_by_the_same_class():
     defense = Ensemble([TinyNet(), TinyNet()], rejects=3)
-    assert with_probability(defense, 0.3).rejects == with_members(defense, 1).rejects == 3
+    assert changed(defense, "probability", 0.3).rejects == 3
+    assert changed(defense, "members", 1).rejects == 3

@@ -39,10 +39,10 @@ def heights(xs, ys):
     return [(place, hill(0, place)["height"]) for place in places]
 
 
-def study(folder, evaluate=hill, content=SQUARE, own=None, earlier=(), **budget):
+def study(folder, evaluate=hill, content=SQUARE, own=None, **budget):
     space = Space.read(content)
     own = own or dict.fromkeys(space.variables, 1.0)
-    search = Search(space, own, Budget(**budget), 2020, earlier)
+    search = Search(space, own, Budget(**budget), 2020)
     return Study(search, Record(folder / "trials.jsonl", "key"), evaluate)
 
 
@@ -137,17 +137,6 @@ def test_the_same_point_twice_counts_by_its_mean_and_pending_ones_as_average(tmp
     assert math.dist(first.values(), apart.values()) > 0.01
 
 
-def test_a_warm_start_replaces_random_trials(tmp_path):
-    earlier = heights((-0.8, 0, 0.9), (0.5, 1.5, 3))
-    warm = study(tmp_path / "warm", earlier=earlier, trials=6, random=12)
-    assert warm.search.initial == 4
-    warm.run()
-    cold = study(tmp_path / "cold", trials=6, random=12)
-    cold.run()
-    assert max(t.objective for t in warm.record.ended[4:]) > 2.9
-    assert warm.record.best.objective > cold.record.best.objective
-
-
 def test_it_stops_after_more_than_patience_trials_without_improvement():
     budget = Budget(trials=160, min_trials=80, patience=40)
     flat = [1.0] * 80
@@ -198,24 +187,6 @@ def test_pruning_drops_transforms_near_zero_and_fits_the_size(prune, left):
     if prune:  # never all of them
         nothing = dict.fromkeys(space.variables, 0.0)
         assert space.pruned(TRANSFORMED, nothing) == (TRANSFORMED, [])
-
-
-def test_a_trial_of_other_variables_is_a_point_where_the_rest_agrees():
-    affine, salt, sobel, lr = transformed(True).variables
-    space = transformed(True)
-    part = replaced(TRANSFORMED, {"model.lr": 0.2})
-    part["model"]["defense"]["transforms"] = {"Affine": {"alpha": 0.3}}  # a study of one transform
-    point = space.point({affine: 0.4}, part, TRANSFORMED)
-    assert point == {affine: 0.4, salt: 0.0, sobel: 0.0, lr: 0.2}
-    with pytest.raises(ValueError, match=r"the recipe has no 'model\.lr'"):
-        space.point({affine: 0.4}, {"model": {"defense": part["model"]["defense"]}}, TRANSFORMED)
-
-    fewer = Space.read({"variables": {affine: [0, 0.5]}, "objective": {"a": 1}, "prune": True})
-    kept = value_at(TRANSFORMED, salt)
-    assert fewer.point({affine: 0.1, salt: kept}, TRANSFORMED, TRANSFORMED) == {affine: 0.1}
-    assert fewer.point({affine: 0.1, salt: kept / 2}, TRANSFORMED, TRANSFORMED) is None
-    off = {affine: 0.1, salt: 0.008}  # this space has no Salt
-    assert fewer.point(off, TRANSFORMED, part) == {affine: 0.1}
 
 
 def test_dotted_keys_reach_into_lists_and_a_wrong_one_names_the_nearest():
@@ -329,17 +300,8 @@ def test_tune_end_to_end(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         run("tune", *files(tmp_path), "--data.init_args.test_size=20")
     assert "of another recipe, space or seed" in capsys.readouterr().err
-    run("tune", *files(tmp_path), "--trials=3", "--then_fit")
+    run("tune", *files(tmp_path), "--trials=3")
     assert len([*read_trials(out / "trials.jsonl")]) == 3
-    assert list((tmp_path / "run/version_0/checkpoints").glob("*.ckpt"))
-    warm = ["--out", "other", "--warm_start", out / "trials.jsonl", "--trials=1"]
-    run("tune", *files(tmp_path)[:-2], *warm)
-    assert "Warm start: 2 of 3 trials" in capsys.readouterr().out
-    whole = SPACE | {"variables": {LR: [0.001, 0.1]}}
-    both = ["--warm_start", "out/trials.jsonl", "--warm_start", "other/trials.jsonl"]
-    run("tune", *files(tmp_path, whole)[:-2], *both, "--out=whole", "--trials=1")
-    # Two trials have the recipe's width, which this space does not vary.
-    assert "Warm start: 2 of 4 trials" in capsys.readouterr().out
 
 
 def with_(**sections):
@@ -353,7 +315,6 @@ def with_(**sections):
         (with_(trial={"trainer.epochs": 3}), [], "has no 'trainer.epochs'"),
         (with_(trial={"trainer.max_epochs": "few"}), [], "max_epochs"),
         (SPACE, ["--space=none.yaml"], "none.yaml cannot be read as a search space: "),
-        (SPACE, ["--warm_start=none.jsonl"], "no trials in none.jsonl"),
         (SPACE, ["--config={ckpt_path: last.ckpt}"], "leave out the ckpt_path last.ckpt"),
         (SPACE, ["--trainer.devices=2"], "a trial runs on one device, got 2"),
         (SPACE, ["--ray"], "pip install 'lightning-rob[ray]'"),

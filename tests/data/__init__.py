@@ -1,7 +1,6 @@
-"""A small data set, a quiet trainer and a check of batches that the tests of data share."""
+"""A small data set and a check of batches that the tests of data share."""
 
 import torch
-from lightning.pytorch import Trainer
 from torchvision.transforms import v2
 
 from lightning_rob.data import ImageData
@@ -27,12 +26,6 @@ class Dots(ImageData):
 def dots(**options):
     defaults = {"batch_size": 8, "val_size": 10, "seed": 3}
     return Dots(**{**defaults, "augment": [v2.RandomHorizontalFlip(), grains], **options})
-
-
-def trainer(**options):
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    defaults = {"accelerator": "cpu", "devices": 1, "enable_checkpointing": False}
-    return Trainer(**{**defaults, **quiet, **options})
 
 
 def check_batches(data):

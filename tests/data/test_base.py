@@ -2,11 +2,8 @@
 
 import pytest
 import torch
-from jsonargparse import ArgumentParser
-from torchvision.transforms import v2
 
-from lightning_rob.data import Digits5k, ImageData, Patches10
-from lightning_rob.data.base import packaged_file
+from lightning_rob.data import Digits5k, Patches10
 from tests.data import dots
 
 
@@ -83,34 +80,3 @@ def test_loading_leaves_the_global_stream_alone(workers):
     for loader in (data.train_dataloader(), data.val_dataloader(), data.test_dataloader()):
         assert len(list(loader)) > 0
     assert torch.equal(torch.random.get_rng_state(), before)
-
-
-def test_a_package_that_lacks_a_file_is_named():
-    with pytest.raises(FileNotFoundError, match=r"sklearn should carry nothing\.png"):
-        packaged_file("sklearn", "nothing.png")
-    with pytest.raises(ModuleNotFoundError, match="comes with no_such_package"):
-        packaged_file("no_such_package", "nothing.png")
-
-
-CONFIG = """
-class_path: lightning_rob.data.CIFAR10
-init_args:
-  root: somewhere
-  batch_size: 64
-  augment:
-    - class_path: torchvision.transforms.v2.RandomCrop
-      init_args: {size: 32, padding: 4}
-    - class_path: torchvision.transforms.v2.RandomHorizontalFlip
-"""
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # as LightningCLI instantiates
-def test_a_module_comes_from_yaml_and_goes_back():
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_subclass_arguments(ImageData, "data")
-    config = parser.parse_args([f"--data={CONFIG}", "--data.val_size=500"])
-    data = parser.instantiate_classes(config).data
-    assert (data.batch_size, data.val_size) == (64, 500)
-    assert [type(step) for step in data.augment] == [v2.RandomCrop, v2.RandomHorizontalFlip]
-    text = parser.dump(config)
-    assert parser.dump(parser.parse_string(text)) == text

@@ -5,7 +5,6 @@ import pytest
 import torch
 import torchvision.models
 from PIL import Image
-from torchvision.transforms import v2
 
 from lightning_rob.attacks import PGD
 from lightning_rob.data import Images
@@ -41,17 +40,6 @@ def test_image_folders(tmp_path, parts):
     assert min(data.parts["val"].indices) >= (24 if apart else 0)
     _, y, index = next(iter(data.test_dataloader()))
     assert set(index.tolist()) != set(range(4)) and torch.equal(y, index // 12)
-
-
-def test_image_folders_without_augmentation_are_cropped_like_the_test_images(tmp_path):
-    data = Images(str(image_folder(tmp_path, "train", "val")), 20, 16, val_size=3, augment=[])
-    data.setup("fit")
-    code = next(iter(data.train_dataloader().sampler))
-    x, _, index = data.parts["train"][code]
-    path, _ = data.parts["train"].source.datasets[0].samples[index]
-    pixels = v2.functional.pil_to_tensor(Image.open(path)).float() / 255
-    expected = v2.functional.center_crop(v2.functional.resize(pixels, [20]), [16])
-    assert torch.equal(x, expected)
 
 
 def test_imagenet_images_reach_resnet18_as_torchvision_prepares_them(tmp_path):

@@ -10,7 +10,8 @@ from torch import nn
 
 from lightning_rob.data.base import IndexedSubset, InMemoryImages
 from lightning_rob.data.sampling import EpochSampler, ResumePoint, every_image_once
-from tests.data import dots, trainer
+from tests.data import dots
+from tests.tiny import quiet_trainer
 
 # OnExceptionCheckpoint warns of this
 pytestmark = pytest.mark.filterwarnings("ignore:.*fit.ckpt_path=")
@@ -44,10 +45,10 @@ class Line(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.3, momentum=0.9)
 
 
-def trained(data, dies=None, ckpt_path=None, **options):
+def trained(data, dies=None, ckpt_path=None, *callbacks, **options):
     net = Line(dies)
     try:
-        trainer(**options).fit(net, datamodule=data, ckpt_path=ckpt_path)
+        quiet_trainer(*callbacks, **options).fit(net, datamodule=data, ckpt_path=ckpt_path)
     except InterruptedError:
         assert dies is not None
     return net
@@ -77,19 +78,11 @@ def test_evaluation_sees_every_image_once():
             assert sorted(seen) == list(range(count))
 
 
-def test_loaders_take_their_share_from_the_trainer():
-    data = dots()
-    data.setup()
-    data.trainer = trainer(devices=2, strategy="ddp_fork", num_nodes=2)
-    for loader in (data.train_dataloader(), data.val_dataloader(), data.test_dataloader()):
-        assert (loader.sampler.num_replicas, loader.sampler.rank) == (4, 0)
-
-
 def test_overfitting_takes_the_first_images_again_and_prediction_all_in_order():
     with pytest.warns(UserWarning, match="You requested to overfit"):
         seen = trained(dots(), overfit_batches=1, max_epochs=2).seen
     assert len(seen) == 2 and seen[0] == seen[1]
-    index = trainer().predict(Line(), datamodule=dots())
+    index = quiet_trainer().predict(Line(), datamodule=dots())
     assert torch.cat(index).tolist() == list(range(10))
 
 
@@ -134,8 +127,8 @@ def killed_and_resumed(folder, how, deaths, workers=0, **length):
     whole = uninterrupted(*length.items())
     for dies in [*deaths, None]:
         data = dots(workers=workers)
-        options = {"callbacks": saving(folder, how), "enable_checkpointing": True}
-        net = trained(data, dies, newest(folder), **options, **length)
+        options = {"enable_checkpointing": True}
+        net = trained(data, dies, newest(folder), saving(folder, how), **options, **length)
     assert 0 < len(net.seen) < len(whole.seen)
     return whole, net
 

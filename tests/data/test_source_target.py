@@ -7,13 +7,6 @@ from lightning_rob.data.source_target import SourceTargetData
 from tests.tiny import Blobs
 
 
-class WithoutLabels(Blobs):
-    """Test images whose labels are not to be read."""
-
-    def source(self, train):
-        return [(x, None) for x, _ in super().source(train)]
-
-
 def with_target(**options):
     settings = {"source": Blobs(), "target": Blobs(test_size=40)} | options
     data = SourceTargetData(**settings)
@@ -49,19 +42,6 @@ def test_both_sets_go_together_and_the_target_has_no_labels():
         for image, label, i in zip(*batch["source"], strict=True):
             assert torch.equal(image, pairs[int(i)][0])
             assert int(label) == pairs[int(i)][1]
-
-
-def test_sets_of_one_size_are_not_in_one_order():
-    first, _ = epochs(with_target(target=Blobs(test_size=64)))
-    positions = with_target().parts["train"].indices.tolist()
-    for batch in first:
-        places = [positions.index(int(i)) for i in batch["source"][2]]
-        assert places != batch["target"][2].tolist()
-
-
-def test_the_targets_labels_are_never_read():
-    """Not even where they are no labels."""
-    assert len(next(epochs(with_target(target=WithoutLabels(test_size=40))))) == 3
 
 
 def test_without_a_target_the_sources_test_images_are_it():

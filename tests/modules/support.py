@@ -1,7 +1,6 @@
 """Images, networks and attacks that several tests of training methods need."""
 
 import torch
-from lightning.pytorch import Trainer
 from torch import nn
 
 from lightning_rob.attacks import Attack
@@ -16,12 +15,6 @@ def saving(steps):
     save = "--trainer.callbacks+={class_path: ModelCheckpoint, init_args: {save_top_k: -1, "
     every = f"every_n_train_steps: {steps}, save_last: true"
     return [save + f"filename: 'at-{{step}}', {every}}}}}", save + "filename: 'end-{epoch}'}}"]
-
-
-def quiet_trainer(**options):
-    """Return a trainer that writes and prints nothing."""
-    silent = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    return Trainer(accelerator="cpu", devices=1, **dict.fromkeys(silent, False), **options)
 
 
 def batch(n=8):

@@ -19,8 +19,8 @@ from lightning_rob.objectives import ce_of_mean_probs
 from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import GaussianNoise, VerticalFlip
-from tests.modules.support import Spy, batch, quiet_trainer
-from tests.tiny import Blobs, TinyNet
+from tests.modules.support import Spy, batch
+from tests.tiny import Blobs, TinyNet, quiet_trainer
 
 THREAT = Threat("linf", 16 / 255)
 
@@ -29,12 +29,6 @@ def trades(net, x, x_adv, y, beta):
     clean = net(x)
     robust = F.kl_div(F.log_softmax(net(x_adv), 1), F.softmax(clean, 1), reduction="batchmean")
     return F.cross_entropy(clean, y) + beta * robust
-
-
-def test_standard_training_is_cross_entropy():
-    module = AdversarialTraining(TinyNet)
-    x, y = batch()
-    torch.testing.assert_close(module.loss(x, y), F.cross_entropy(module.defense.net(x), y))
 
 
 def test_adversarial_training_sees_the_attacked_images_in_train_mode():
@@ -266,8 +260,8 @@ def rates(schedule, callback, epochs):
             found.append(self.trainer.optimizers[0].param_groups[0]["lr"])
 
     module = Noted(TinyNet, optimizer=lambda p: torch.optim.SGD(p, 1e-7), lr_scheduler=schedule)
-    options = {"num_sanity_val_steps": 0, "log_every_n_steps": 1, "callbacks": [callback]}
-    quiet_trainer(max_epochs=epochs, **options).fit(module, Blobs(train_size=48))
+    options = {"num_sanity_val_steps": 0, "log_every_n_steps": 1}
+    quiet_trainer(callback, max_epochs=epochs, **options).fit(module, Blobs(train_size=48))
     return found
 
 

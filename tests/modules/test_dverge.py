@@ -46,18 +46,6 @@ def test_distillation_takes_steps_of_its_gradients_sign():
     torch.testing.assert_close(distil(net, "first", x, target, 0.07, 3, 0.03), z)
 
 
-def test_the_mode_of_training_does_not_matter_to_distillation():
-    net = ConvNet()
-    x, target = batch(4)[0], torch.rand(4, 3, 8, 8)
-    before = copy.deepcopy(net.state_dict())
-    expected = distil(net.eval(), "", x, target)
-    torch.testing.assert_close(distil(net.train(), "", x, target), expected)
-    assert net.training
-    assert all(
-        torch.equal(a, b) for a, b in zip(before.values(), net.state_dict().values(), strict=True)
-    )
-
-
 def test_layers_are_activations_and_the_logits():
     assert feature_layers(ConvNet()) == ["2", ""]
     assert len(feature_layers(ResNet20())) == 20  # as many as the authors choose from

@@ -9,8 +9,7 @@ from torch.utils.data import DataLoader
 
 from lightning_rob.modules import FreeTraining
 from lightning_rob.threat import Threat
-from tests.modules.support import quiet_trainer
-from tests.tiny import TinyNet, same_weights
+from tests.tiny import TinyNet, quiet_trainer, same_weights
 
 EPS = 0.05
 

@@ -15,9 +15,8 @@ from lightning_rob import PGD, Threat
 from lightning_rob.defenses import RandomTransforms
 from lightning_rob.modules import AdversarialTraining, RobustModule, TransformTraining
 from lightning_rob.transforms import GaussianNoise
-from tests.modules.support import quiet_trainer
 from tests.modules.test_contract import losses, method
-from tests.tiny import Blobs, TinyNet, recipe, run
+from tests.tiny import Blobs, TinyNet, quiet_trainer, run
 
 
 class Pairs(LightningDataModule):
@@ -59,8 +58,8 @@ def test_methods_train_on_pairs(tmp_path, name):
     assert torch.tensor(found).isfinite().all()
 
 
-def trainer(folder, **options):
-    return quiet_trainer(default_root_dir=folder, **({"max_epochs": 1} | options))
+def trainer(folder, *callbacks, **options):
+    return quiet_trainer(*callbacks, default_root_dir=folder, **({"max_epochs": 1} | options))
 
 
 class Losses(Callback):
@@ -78,7 +77,7 @@ class Losses(Callback):
 def test_transform_training_on_pairs_stops_and_ends_with_the_best_weights(tmp_path):
     torch.manual_seed(0)
     module, data, seen = TransformTraining(TinyNet, ["clean", "rotate_90"], 3, 1), Pairs(), Losses()
-    trainer(tmp_path, max_epochs=6, callbacks=[seen], num_sanity_val_steps=0).fit(module, data)
+    trainer(tmp_path, seen, max_epochs=6, num_sanity_val_steps=0).fit(module, data)
     assert module.complete
     x, y = data.images.tensors
     for member, (name, transform) in zip(module.members, module.transforms.items(), strict=True):
@@ -175,12 +174,3 @@ def test_predictions_are_numbered(tmp_path, indices):
     index, probs = (torch.cat(parts) for parts in zip(*found, strict=True))
     assert index.tolist() == list(range(64))
     assert probs.shape == (64, 4)
-
-
-def test_the_command_line_tests_and_predicts_on_pairs(tmp_path):
-    model = recipe(tmp_path, data={"class_path": data_of("")})
-    run("fit", "--config", model)
-    checkpoint = next(tmp_path.rglob("*.ckpt"))
-    for command in ("test", "predict"):
-        run(command, "--config", model, "--ckpt_path", checkpoint)
-    assert len(next(tmp_path.rglob("predictions.csv")).read_text().splitlines()) == 65

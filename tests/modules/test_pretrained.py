@@ -10,10 +10,9 @@ from lightning_rob.modules import PretrainedEnsemble
 from lightning_rob.nets import ResNet, SmallCNN, ZooNet
 from lightning_rob.rules import mean_probs, random_member
 from tests.nets.test_weights import OTHER_MEAN, OTHER_STD, dverge_state
-from tests.tiny import TinyNet, arc, pgd, recipe, records, robust_eval, run
+from tests.tiny import CKPT, TinyNet, arc, fit, pgd, recipe, records, robust_eval, run, weights
 
 SHAPE = {"depth": 8, "widths": (4, 8, 16), "shortcut": "B"}
-CKPT = "run/version_0/checkpoints/last.ckpt"
 
 
 def same(one, other):
@@ -152,11 +151,8 @@ def test_there_is_no_loss(numbered):
 def trained(tmp_path_factory):
     """A BAT run with its test, and its members' weights in files of their own."""
     folder = tmp_path_factory.mktemp("trained")
-    checkpoint = {"class_path": "ModelCheckpoint", "init_args": {"save_last": True}}
-    callbacks = [checkpoint, robust_eval({"apgd": pgd(), "arc": arc()})]
-    file = recipe(folder, **{"trainer__callbacks+": callbacks})
-    run("fit", "--config", file, "--test_after_fit=true")
-    state = torch.load(folder / CKPT, weights_only=True)["state_dict"]
+    evaluation = robust_eval({"apgd": pgd(), "arc": arc()})
+    state = weights(fit(folder, "--test_after_fit=true", callbacks=[evaluation]))
     for i in range(2):
         start = f"members.{i}."
         part = {n.removeprefix(start): e for n, e in state.items() if n.startswith(start)}

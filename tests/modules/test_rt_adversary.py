@@ -1,13 +1,10 @@
 """Attacks on random transformations: gradients, mixtures, and refused nesting."""
 
-import math
-
 import pytest
 import torch
 from torch import nn
 
 from lightning_rob.attacks import PGD
-from lightning_rob.commands.tune.space import Space
 from lightning_rob.defenses import Ensemble, Mixture, RandomTransforms, Single
 from lightning_rob.objectives import expected_margin, linear
 from lightning_rob.randomness import Streams
@@ -96,19 +93,3 @@ def test_a_defense_in_the_place_of_a_network_is_refused(wrap):
     rt = RandomTransforms(Flat(), [GaussianNoise(0.1)], 1, 2)
     with pytest.raises((TypeError, ValueError), match=r"Mixture|network"):
         wrap(rt)
-
-
-def test_two_variables_of_a_transform_that_both_end_at_zero_prune_it_once():
-    affine = "model.transforms.Affine"
-    recipe = {"model": {"size": 2, "transforms": {"Affine": {"alpha": 0, "p": 0}, "Crop": {}}}}
-    bounds = {f"{affine}.alpha": [0, 0.5], f"{affine}.p": [0, 1]}
-    space = Space.read({"variables": bounds, "objective": {"val/acc": 1}, "prune": True})
-    slim, dropped = space.pruned(recipe, dict.fromkeys(bounds, 0.0))
-    assert slim == {"model": {"size": 1, "transforms": {"Crop": {}}}}
-    assert dropped == ["Affine"]
-
-
-def test_prune_at_most_zero_is_not_never():
-    content = {"variables": {"a": [0, 1]}, "objective": {"val/acc": 1}}
-    assert Space.read(content | {"prune": 0}).prune == 0
-    assert Space.read(content | {"prune": False}).prune == -math.inf

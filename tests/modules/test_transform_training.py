@@ -8,7 +8,6 @@ import pytest
 import torch
 import yaml
 
-import lightning_rob
 from lightning_rob.data.base import IndexedSubset, InMemoryImages
 from lightning_rob.data.transformed import TransformedImages
 from lightning_rob.modules import TransformTraining
@@ -79,11 +78,6 @@ def test_every_sub_model_is_trained_in_turn_and_ends_with_its_best_weights(unint
         assert loss == pytest.approx(min(found[name]), rel=1e-4)
 
 
-def test_a_checkpoint_is_loaded_without_a_trainer(uninterrupted):
-    module = lightning_rob.load_module(uninterrupted / LAST)
-    assert same_weights(module.state_dict(), weights(uninterrupted / LAST))
-
-
 def test_early_stopping_ends_a_sub_models_training(uninterrupted):
     """With a patience of 1 all losses fall but the last, or all epochs are used."""
     for values in losses(uninterrupted).values():
@@ -105,11 +99,6 @@ def test_a_killed_run_that_is_resumed_gives_the_same_weights(uninterrupted, tmp_
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     run("fit", "--config", recipe(tmp_path), "--ckpt_path", tmp_path / LAST)
     assert same_weights(weights(uninterrupted / LAST), weights(tmp_path / LAST))
-
-
-def test_a_finished_fit_trains_nothing_more(uninterrupted, tmp_path):
-    run("fit", "--config", recipe(tmp_path), "--ckpt_path", uninterrupted / LAST)
-    assert not losses(tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -202,10 +191,9 @@ def grey(count):
 
 
 def test_images_are_transformed_each_by_itself_and_found_by_their_index():
-    part, noise, counts = grey(20), pool()["noise_gaussian"], []
+    part, noise = grey(20), pool()["noise_gaussian"]
     shown = TransformedImages(part)
-    first = shown.transformed(noise, "noise_gaussian", 0, counts.append)
-    assert sum(counts) == 18
+    first = shown.transformed(noise, "noise_gaussian", 0)
     assert not torch.equal(first, shown.transformed(noise, "noise_gaussian", 1))
     half = TransformedImages(IndexedSubset(part.source, part.indices[:7]))
     torch.testing.assert_close(half.transformed(noise, "noise_gaussian", 0), first[:7])

@@ -9,8 +9,7 @@ from lightning.pytorch.tuner import Tuner
 from lightning_rob.attacks import PGD
 from lightning_rob.modules import BAT, FreeTraining
 from lightning_rob.threat import Threat
-from tests.modules.support import quiet_trainer
-from tests.tiny import Blobs, TinyNet, same_weights
+from tests.tiny import Blobs, TinyNet, quiet_trainer, same_weights
 
 THREAT = Threat("linf", 16 / 255)
 ATTACK = PGD(THREAT, 2, 8 / 255)

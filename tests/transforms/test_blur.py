@@ -148,10 +148,3 @@ def test_one_of_equal_pixels_has_the_gradient():
     z = x.clone().requires_grad_()
     inner = MedianBlur().apply(z)[..., 1:-1, 1:-1]
     assert float(torch.autograd.grad(inner.sum(), z)[0].sum()) == pytest.approx(inner.numel())
-
-
-def test_median_keeps_nan():
-    x = SQUARES.clone()
-    x[3, 1, 4, 4] = torch.nan
-    assert MedianBlur().apply(x)[3].isnan().any()
-    assert not MedianBlur().apply(x)[:3].isnan().any()

@@ -21,7 +21,6 @@ from lightning_rob.transforms import (
 from lightning_rob.transforms.bpda import (
     BPDANet,
     approximated,
-    held_out,
     load_approximation,
     load_approximations,
     place_of,
@@ -186,22 +185,6 @@ def test_the_best_epoch_is_kept():
         assert same == (before.error == after.error)
 
 
-def test_each_epoch_samples_new_parameters_and_progress_is_called():
-    drawn, steps = [], []
-
-    class Recorded(Gamma):
-        def sample(self, x, generator=None):
-            (gamma,) = super().sample(x, generator)
-            drawn.extend(gamma.tolist())
-            return (gamma,)
-
-    train_bpda(Recorded(), smooth_images(30, 8), 3, 8, generator=generator(), progress=steps.append)
-    assert held_out(30) == 3
-    assert steps == [8, 8, 8, 3] * 3
-    assert len(drawn) == 3 + 27 + 3 * 27
-    assert len(set(drawn)) > 0.99 * len(drawn)
-
-
 @pytest.mark.parametrize("bad", [{"epochs": 0}, {"batch_size": 0}, {"images": X[:1]}])
 def test_training_refuses(bad):
     with pytest.raises(ValueError, match="must be at least 1"):
@@ -258,33 +241,9 @@ def test_missing_networks(tmp_path):
         RandomTransforms(Flat(), [Gamma()], 1, 2, gradients="bpda", approximations=str(tmp_path))
 
 
-def test_several_shapes_are_ambiguous(tmp_path):
-    wide = torch.rand(3, 3, 8, 24)
-    net, _ = saved(tmp_path, Gamma(), wide)
-    saved(tmp_path, Gamma())
-    with pytest.raises(ValueError, match="several networks of Gamma"):
-        load_approximations(tmp_path, [Gamma()])
-    found = load_approximations(tmp_path, [Gamma()], (3, 8, 24))["Gamma"]
-    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), net.parameters(), strict=True))
-
-
 def test_another_file_is_refused(tmp_path):
     place = place_of(tmp_path, Gamma(), (3, 16, 16))
     for content in (b"", b"not a network", None):
         place.write_bytes(content) if content is not None else torch.save({"a": 1}, place)
         with pytest.raises(ValueError, match="is no network of lightning-rob bpda"):
             load_approximations(tmp_path, [Gamma()])
-
-
-def test_half_of_a_spectrum_is_stretched_to_the_image():
-    _, kept = params = FFT(0.9).sample(X, generator())
-    planes = planes_of(X, params)
-    assert kept.shape == (3, 3, 16, 9)
-    assert planes.shape == (3, 4, 16, 16)
-    columns = torch.arange(16) * 9 // 16
-    assert torch.equal(planes[:, 1:], kept[..., columns])
-
-
-def test_constant_parameters_are_no_division_by_zero():
-    params = (torch.full((3,), 2.0),)
-    assert untrained(X, params)(X, *params).isfinite().all()

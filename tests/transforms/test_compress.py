@@ -148,13 +148,6 @@ def test_no_frequency_dropped(width):
     assert torch.allclose(half, x * torch.tensor([0.5, 0.25, 1]).double().view(3, 1, 1, 1))
 
 
-def test_only_the_mean_is_kept():
-    kept = torch.zeros(3, 3, 16, 17).double()
-    kept[:, :, 0, 0] = 1
-    y = FFT()(X, torch.ones(3).double(), kept)
-    assert torch.allclose(y, X.mean((2, 3), keepdim=True).expand_as(X))
-
-
 def test_share_of_dropped_frequencies():
     _, kept = FFT(0.6).sample(torch.zeros(1500, 3, 24, 24), generator())
     dropped = 1 - kept[:, 0].flatten(1).mean(1)

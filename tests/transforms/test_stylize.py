@@ -82,14 +82,6 @@ def test_sharpness_is_pillows():
         assert (y - expected).abs().max() <= 2.1 / 255  # Pillow rounds twice
 
 
-def test_sharpness_spans_orders_of_magnitude():
-    (factor,) = Sharpen(0.3).sample(torch.zeros(4000, 1, 3, 3), generator())
-    power = factor.log10()
-    assert -3.001 < power.min() < -2.98
-    assert 2.98 < power.max() < 3.001
-    assert abs(power.mean()) < 0.1
-
-
 def test_solarize():
     x = torch.tensor([0.1, 0.44, 0.46, 0.9, 0.98]).view(1, 1, 1, 5)
     y = Solarize()(x, torch.tensor([0.5]), torch.tensor([0.05]))

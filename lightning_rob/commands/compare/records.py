@@ -83,7 +83,6 @@ def run(config: CompareConfig) -> None:
 
 
 def _read(path: Path) -> ResultFile:
-    """Read a record; the error for a folder names the records in it."""
     if not path.is_dir():
         return read_result_file(path)
     files = sorted(str(file) for file in path.rglob("*.csv") if file.parent.name == "images")

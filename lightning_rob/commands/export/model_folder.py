@@ -18,6 +18,7 @@ from lightning_rob.commands.report.sections import accuracy_table, attack_table,
 from lightning_rob.commands.specs import class_name, short
 from lightning_rob.evaluation.records import versions
 from lightning_rob.nets.hub import CONFIG, ENTRY, WEIGHTS
+from lightning_rob.nets.weights import named_tensors
 from lightning_rob.runtime.files import atomic_write, atomic_write_text
 from lightning_rob.runtime.identity import fingerprint
 
@@ -59,7 +60,7 @@ def write_model_folder(run: Run, folder: Path) -> None:
     content = read_checkpoint(str(run.checkpoint))
     data = type(run.data).__qualname__  # under which Lightning saves the state of the data module
     kept = {k: v for k, v in content.items() if not TRAINING.fullmatch(k) and k != data}
-    tensors = {**content["state_dict"], **dict(_tensors(kept, SAVED))}
+    tensors = {**content["state_dict"], **dict(named_tensors(kept, SAVED))}
     others = [name for name, entry in tensors.items() if not isinstance(entry, Tensor)]
     if others:
         raise ValueError(f"safetensors hold tensors alone, {', '.join(others)} are none")
@@ -82,15 +83,6 @@ def _files_in(spec: Any, key: str) -> Iterator[tuple[str, str]]:
     is_path = isinstance(spec, str) and re.fullmatch(r".{,200}[./\\].{,200}", spec)
     if is_path and Path(spec).exists():
         yield key, spec
-
-
-def _tensors(tree: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of nested dicts and lists under dotted names."""
-    if isinstance(tree, Tensor):
-        yield name, tree
-    items = tree.items() if isinstance(tree, Mapping) else ()
-    for key, part in enumerate(tree) if isinstance(tree, list | tuple) else items:
-        yield from _tensors(part, f"{name}.{key}")
 
 
 def _described(tree: Any, name: str) -> Any:

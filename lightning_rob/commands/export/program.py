@@ -33,8 +33,6 @@ Inputs = tuple[Tensor, ...]
 
 def run(config: ExportConfig, run: Run) -> None:
     """Export the defense of a checkpoint, and print how exact the program is."""
-    if run.checkpoint is None:
-        raise ValueError("say whose weights: lightning-rob export CHECKPOINT")
     path = config.out or Path()  # which the config has checked
     if config.format == "safetensors":
         write_model_folder(run, path)
@@ -167,7 +165,6 @@ def is_randomized(defense: Defense, images: Tensor) -> bool:
 
 
 def _card(net: KeyedDefense, inputs: Inputs) -> dict[str, Any]:
-    """Describe the program: inputs, outputs, defense, and what it was compared on."""
     defense, images = net.defense, inputs[0]
     with torch.no_grad():
         classes = net(*(part[:1] for part in inputs)).shape[1]

@@ -1,13 +1,12 @@
 """`lightning-rob monitor`: follow the checkpoints of a run, or a deployed one."""
 
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
 
 from lightning_rob.commands.config import CommandConfig
 from lightning_rob.commands.destinations import check_destinations
-from lightning_rob.commands.locations import check_remote, is_remote, is_single
+from lightning_rob.commands.locations import check_remote
 from lightning_rob.commands.thresholds import parse_thresholds
 from lightning_rob.comparisons import SIGNIFICANT
 from lightning_rob.runtime.errors import visible
@@ -37,7 +36,6 @@ class MonitorConfig(CommandConfig):
         serve: page, /metrics for Prometheus and /healthz at this port of localhost, such as 9108
         serve_host: address of that port
         template: Jinja template of the page, else the shipped one
-        metrics_file: write the metrics to FILE.prom, for node exporter
         reevaluate: evaluate the newest checkpoint again after N hours
         stop_at_alarm: end with the first alarm, of any model
         every: seconds between two looks into the folder
@@ -60,7 +58,6 @@ class MonitorConfig(CommandConfig):
     serve: int | None = None
     serve_host: str = LOCAL
     template: Path | None = None
-    metrics_file: Path | None = None
     reevaluate: float | None = None
     stop_at_alarm: bool = False
     every: float = 30.0
@@ -78,22 +75,13 @@ class MonitorConfig(CommandConfig):
                 raise ValueError(f"--{name} must be above 0, got {time:g}")
         _ = self.level, self.minima  # raise errors before anything is built
         check_destinations(self.notify or ())
-        self._check_server()
-
-    def _check_server(self) -> None:
-        """Refuse a page that cannot be served, and metrics that cannot be written."""
         for name in ("serve_host", "template"):
             if self.serve is None and getattr(self, name) not in (LOCAL, None):
                 raise ValueError(f"--{name} is for --serve, which is not given")
         if self.serve is not None and not 0 <= self.serve < 65536:
             raise ValueError(f"--serve must be in 0 … 65535, got {self.serve}")
-        if self.metrics_file and self.metrics_file.suffix != ".prom":
-            raise ValueError(f"--metrics_file must name a FILE.prom, got {self.metrics_file}")
-        if self.metrics_file and find_spec("prometheus_client") is None:
-            raise ValueError("metrics need a package: pip install 'lightning-rob[prometheus]'")
 
     def _check_run(self) -> None:
-        """Refuse a run that cannot be watched."""
         if self.models:
             if self.run or self.label or self.out:
                 raise ValueError("--models names each run, label and out: leave out those options")
@@ -114,7 +102,8 @@ class MonitorConfig(CommandConfig):
     @property
     def url(self) -> str | None:
         """RUN if it is remote, else None."""
-        return str(self.run) if is_remote(self.run) else None
+        run = str(self.run)
+        return run if "://" in run or run.startswith("mlflow:") else None
 
     @property
     def folder(self) -> Path:
@@ -131,7 +120,8 @@ class MonitorConfig(CommandConfig):
     @property
     def is_single(self) -> bool:
         """Whether RUN is a single checkpoint, which is replaced by each new one."""
-        return is_single(self.url) if self.url else self.file is not None
+        url = self.url or ""
+        return self.file is not None or url.endswith(".ckpt") or url.startswith("mlflow:")
 
     @property
     def name(self) -> str:

@@ -156,7 +156,6 @@ def drops(
 
 
 def _drop(to: str, before: CheckpointResults, after: CheckpointResults, factor: float) -> Drop:
-    """Compare a checkpoint with an earlier one; p counts `factor` times."""
     p = paired_p(*_common(before.read(), after.read())[1:])
     accuracies = before.accuracies[WORST], after.accuracies[WORST]
     test = "Gaffke, adjusted over the history"

@@ -81,7 +81,9 @@ class History:
 
     def append(self, *lines: Fields) -> None:
         """Append lines that end with an event: all of them or, after an error, none."""
-        content = "".join(json.dumps(as_record(line)) + "\n" for line in lines).encode()
+        kinds = ("monitor_event" if "event" in line else "accuracy" for line in lines)
+        records = (with_schema({"kind": k} | line) for k, line in zip(kinds, lines, strict=True))
+        content = "".join(json.dumps(record) + "\n" for record in records).encode()
         with self.writing:
             append_whole(self.file, content)
             self.lines += lines
@@ -144,11 +146,6 @@ class AlarmState(NamedTuple):
             return self._replace(checkpoint=event | {"position": position})
         later = kind == "evaluated" and alarm and event["position"] >= alarm.get("position", 0)
         return self._replace(checkpoint=None) if later else self
-
-
-def as_record(line: Fields) -> Fields:
-    """Return the line as a record of its kind."""
-    return with_schema({"kind": "monitor_event" if "event" in line else "accuracy"} | line)
 
 
 def _whole_groups(content: bytes) -> tuple[list[Fields], int]:

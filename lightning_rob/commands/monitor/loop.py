@@ -213,7 +213,7 @@ class Watched:
 
     def publish(self) -> None:
         """Publish the state as metrics and as a page."""
-        if self.publisher.wanted:
+        if self.publisher.server:
             group = newest_group(self.history, self.key)
             state = Snapshot(group, self.history, len(self.pending()), self.outbox.waiting)
             self.publisher.update(self.config.name, state)

@@ -1,15 +1,13 @@
-"""Metrics for Prometheus: served over HTTP, or as a file for node exporter's textfile collector."""
+"""Metrics for Prometheus, served over HTTP."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry, write_to_textfile
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.exposition import choose_encoder
 
-from lightning_rob.commands.monitor.display import warn
 from lightning_rob.commands.monitor.history import finding_count
 from lightning_rob.commands.monitor.page import Snapshot
 
@@ -34,9 +32,8 @@ GAUGES = {  # of each run
 class Metrics:
     """Publishes the last snapshots, by run; a scrape never waits for an evaluation."""
 
-    def __init__(self, snapshots: Mapping[str, Snapshot], file: Path | None = None) -> None:
-        self.snapshots, self.file = snapshots, file
-        self.failing = False
+    def __init__(self, snapshots: Mapping[str, Snapshot]) -> None:
+        self.snapshots = snapshots
         self.registry = CollectorRegistry()
         self.registry.register(self)
 
@@ -44,19 +41,6 @@ class Metrics:
         """Return headers and text in the format that a request accepts."""
         encoder, kind = choose_encoder(accept)
         return {"Content-Type": kind}, encoder(self.registry)
-
-    def write(self) -> None:
-        """Write the file, where there is one; report the first of several failures."""
-        if self.file is None:
-            return
-        try:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            write_to_textfile(str(self.file), self.registry)
-            self.failing = False
-        except OSError as error:
-            if not self.failing:
-                warn(f"--metrics_file cannot be written ({error}); trying again")
-            self.failing = True
 
     def collect(self) -> Iterator[Any]:
         """Yield each family with the samples of all runs, for `CollectorRegistry`."""

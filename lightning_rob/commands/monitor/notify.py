@@ -10,8 +10,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
@@ -113,13 +111,13 @@ class Outbox:
                 state = f"failed ({reason}); trying again" if reason else "accepts them again"
                 warn(f"notifications: {name} {state}")
             failing = bool(reason)
+
+            def has_more(left: int = left) -> bool:
+                return self.closed or len(self._undelivered(name)) > left
+
             with self.changed:
-                has_more = partial(self._has_more, name, left)
                 self.changed.wait_for(has_more, pause if failing else None)
             pause = min(2 * pause, PAUSES[1]) if failing else PAUSES[0]
-
-    def _has_more(self, name: str, left: int) -> bool:
-        return self.closed or len(self._undelivered(name)) > left
 
 
 def kind_of(event: Fields, before: AlarmState) -> str | None:
@@ -154,16 +152,12 @@ def notification(lines: Sequence[Fields], run: str) -> Fields:
     return with_schema(head | content)
 
 
-class _NoRedirect(HTTPRedirectHandler):
-    """Refuses redirects, which would turn a POST into a GET without its content."""
-
-    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
-        """Return no request: the redirect becomes an `HTTPError`."""
-
-
 def _webhook(url: str) -> Send:
     """Return a function that sends JSON by POST; any status of 200 to 299 accepts it."""
-    opener = build_opener(_NoRedirect)
+    redirects = HTTPRedirectHandler()
+    # A redirect, which would turn the POST into a GET without content, becomes an `HTTPError`.
+    redirects.redirect_request = lambda *_: None  # type: ignore[method-assign]
+    opener = build_opener(redirects)
     secret = authorization()
 
     def send(notification: Fields) -> None:

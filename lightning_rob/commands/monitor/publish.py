@@ -40,7 +40,7 @@ Response = tuple[int, Mapping[str, str], bytes]  # status, headers, content
 
 
 class Publisher:
-    """Publishes snapshots over HTTP and as a file, where the options ask for it."""
+    """Publishes snapshots over HTTP, if the options ask for it."""
 
     def __init__(self, config: MonitorConfig) -> None:
         self.looked_at, self.limit = time.monotonic(), LIFE + config.every
@@ -51,18 +51,15 @@ class Publisher:
         if find_spec("prometheus_client"):
             from lightning_rob.commands.monitor.metrics import Metrics  # the package is an extra
 
-            self.metrics = Metrics(self.snapshots, config.metrics_file)
+            self.metrics = Metrics(self.snapshots)
         if config.serve is not None:
             self.template = page_template(TEMPLATES, config.template)
             self.server = Server(config.serve_host, config.serve, self)
-        self.wanted = bool(self.server or config.metrics_file)
 
     def update(self, run: str, snapshot: Snapshot) -> None:
         """Publish the state of a source, which was looked at now."""
         self.looked_at = time.monotonic()
         self.snapshots[run] = snapshot
-        if self.metrics:
-            self.metrics.write()
 
     def close(self) -> None:
         """End the server."""
@@ -128,8 +125,6 @@ class Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Serves one request, and ends a connection that stays silent."""
-
     timeout = 10.0
     server: Server
     server_version, sys_version = "lightning-rob", ""

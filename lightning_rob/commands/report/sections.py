@@ -209,7 +209,6 @@ def _shaded(fields: Fields) -> Cell:
 
 
 def _sweeps(records: Sequence[Fields], level: int) -> Iterator[Block]:
-    """Yield a table for each variable, and the attacks' arguments."""
     variables = [str(fields["variable"]) for fields in records if fields.get("kind") == "accuracy"]
     for variable in dict.fromkeys(variables):
         points = list(_points([f for f in records if str(f["variable"]) == variable]))
@@ -332,7 +331,6 @@ def monitor(records: Sequence[Fields], level: int) -> Iterator[Block]:
 
 
 def _evaluated(records: Sequence[Fields]) -> Iterator[Checkpoint]:
-    """Yield the complete evaluations by the last suite."""
     ends = [fields for fields in records if fields.get("event") == "evaluated"]
     results: list[Fields] = []
     for fields in records:
@@ -346,7 +344,6 @@ def _evaluated(records: Sequence[Fields]) -> Iterator[Checkpoint]:
 
 
 def _alarms(records: Sequence[Fields]) -> Iterator[str]:
-    """Yield alarms by checkpoint, and checkpoints that were deleted too soon."""
     for fields in records:
         for alarm in fields.get("alarm", []):
             yield f"{fields.get('checkpoint')}: {alarm}" if "step" in fields else str(alarm)

@@ -1,7 +1,7 @@
 """`lightning-rob sweep`: attack a checkpoint once for each value of a variable."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -19,7 +19,7 @@ from lightning_rob.commands.base import Run, without_reporting
 from lightning_rob.commands.scores import ScoreFiles, Scores, scores_by_name
 from lightning_rob.commands.sweep import SweepConfig
 from lightning_rob.commands.sweep.table import Row, SweepTable
-from lightning_rob.commands.sweep.values import OPTIMAL, Value
+from lightning_rob.commands.sweep.values import OF_DEFENSE, OPTIMAL, Value
 from lightning_rob.defenses import Defense, Ensemble
 from lightning_rob.evaluation import optimal_sampling, worst_case
 from lightning_rob.evaluation.records import Result, append_records, measured, versions
@@ -72,42 +72,32 @@ def with_value(attack: Attack, over: str, value: float) -> Attack:
     return map_attacks(attack, lambda part: {over: int(value)} if over in init_fields(part) else {})
 
 
-def with_probability(defense: Defense, p: float) -> Ensemble:
-    """Return the ensemble whose first member has probability p; the others keep their shares."""
-    members, probs = _ensemble(defense)
-    if len(probs) == 1 and p != 1:
-        raise ValueError("a sweep over probability needs at least 2 members, got 1")
-    others = probs[1:] if probs[1:].sum() > 0 else torch.ones_like(probs[1:])
-    rest = (1 - p) * others / others.sum()
-    changed = torch.cat([torch.full_like(probs[:1], p), rest])
-    changed_defense = Ensemble(members, changed, defense.rule, defense.rejects)
-    return changed_defense.to(defense.weights.device)
+def changed(defense: Defense, over: str, value: float) -> Defense:
+    """Return the ensemble whose first member has probability `value`, or of `value` members.
 
-
-def with_members(defense: Defense, count: float) -> Ensemble:
-    """Return the ensemble of the first members, their probabilities scaled to sum to one."""
-    members, probs = _ensemble(defense)
-    if count > len(probs):
-        raise ValueError(f"members must be 1 … {len(probs)}, all that there are, got {count:g}")
-    first = probs[: int(count)]
-    if not first.sum() > 0:
-        raise ValueError(f"the first {count:g} members have no probability: {probs.tolist()}")
-    changed = first / first.sum()
-    fewer = Ensemble(members[: int(count)], changed, defense.rule, defense.rejects)
-    return fewer.to(defense.weights.device)
-
-
-def _ensemble(defense: Defense) -> tuple[list[torch.nn.Module], torch.Tensor]:
+    The others keep their shares; a variable of the attack leaves the defense as it is.
+    """
+    if over not in OF_DEFENSE:
+        return defense
     if not isinstance(defense, Ensemble):
         kind = type(defense).__name__
         raise ValueError(f"a sweep over probability or members needs an Ensemble, got {kind}")
-    return defense.classifiers, defense.weights.double().cpu()
-
-
-CHANGED_DEFENSE: dict[str, Callable[[Defense, float], Defense]] = {
-    "probability": with_probability,
-    "members": with_members,
-}
+    members, probs = defense.classifiers, defense.weights.double().cpu()
+    if over == "probability":
+        if len(probs) == 1 and value != 1:
+            raise ValueError("a sweep over probability needs at least 2 members, got 1")
+        others = probs[1:] if probs[1:].sum() > 0 else torch.ones_like(probs[1:])
+        rest = (1 - value) * others / others.sum()
+        probs = torch.cat([torch.full_like(probs[:1], value), rest])
+    else:
+        if value > len(probs):
+            raise ValueError(f"members must be 1 … {len(probs)}, all that there are, got {value:g}")
+        members, first = members[: int(value)], probs[: int(value)]
+        if not first.sum() > 0:
+            raise ValueError(f"the first {value:g} members have no probability: {probs.tolist()}")
+        probs = first / first.sum()
+    found = Ensemble(members, probs, defense.rule, defense.rejects)
+    return found.to(defense.weights.device)
 
 
 @dataclass(frozen=True)
@@ -122,17 +112,16 @@ class Target:
     def __call__(self, defense: Defense) -> Defense:
         """Return the attacked part of the changed defense."""
         if self.probs:
+            device = defense.weights.device
             found = Ensemble(defense.classifiers, self.probs, rejects=defense.rejects)
-            return self.source.target(found.to(defense.weights.device))
-        change = CHANGED_DEFENSE.get(self.over)
-        return self.source.target(change(defense, self.value) if change else defense)
+            return self.source.target(found.to(device))
+        return self.source.target(changed(defense, self.over, self.value))
 
     def attacks(self) -> dict[str, Attack]:
         """Return the callback's attacks with the value."""
-        attacks = self.source.attacks
-        if self.over in CHANGED_DEFENSE:
-            return dict(attacks)
-        return {name: with_value(a, self.over, self.value) for name, a in attacks.items()}
+        if self.over in OF_DEFENSE:
+            return dict(self.source.attacks)
+        return {n: with_value(a, self.over, self.value) for n, a in self.source.attacks.items()}
 
 
 @dataclass(frozen=True)

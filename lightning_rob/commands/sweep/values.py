@@ -44,7 +44,6 @@ def parse_values(over: str, text: str) -> tuple[Value, ...]:
 
 
 def _numbers(part: str) -> list[Fraction]:
-    """Return one number, or all numbers of start:stop:step, both ends included."""
     try:
         start, *more = [Fraction(number.strip()) for number in part.split(":")]
         if not more:

@@ -25,9 +25,7 @@ class TuneConfig(CommandConfig):
         patience: stop after more than N trials without improvement (40)
         random: random trials before the optimizer proposes (12)
         seed: of the search and, with the trial's number, of its training
-        warm_start: trials.jsonl of an earlier study of all or some variables; may be repeated
         out: for trials.jsonl, best.yaml, convergence.png; else tuning/RECIPE
-        then_fit: train best.yaml after the search
         ray: run trials through Ray Tune: pip install 'lightning-rob[ray]'
         concurrent: N trials at a time, with --ray (2)
     """
@@ -42,9 +40,7 @@ class TuneConfig(CommandConfig):
     patience: int | None = None
     random: int | None = None
     seed: int = 2020  # of the authors' search
-    warm_start: list[Path] | None = None
     out: Path | None = None
-    then_fit: bool = False
     ray: bool = False
     concurrent: int | None = None
 

@@ -2,24 +2,26 @@
 
 import gc
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
 from rich.console import Console
 from rich.table import Table
 
-from lightning_rob.commands.base import Run, quiet_lightning, write_config
+from lightning_rob.commands.base import Run, quiet_lightning
 from lightning_rob.commands.specs import class_name
 from lightning_rob.commands.tune import TuneConfig
 from lightning_rob.commands.tune.space import Point, Space, replaced
-from lightning_rob.commands.tune.study import Record, Search, Study, Trial, read_trials
+from lightning_rob.commands.tune.study import Record, Search, Study, Trial
 from lightning_rob.plots import convergence, save
 from lightning_rob.randomness import derive_seed
 from lightning_rob.recipes.safe_yaml import load_file
 from lightning_rob.recipes.trust import OPTION, allowed
 from lightning_rob.runtime.errors import visible
+from lightning_rob.runtime.files import atomic_write_text
 from lightning_rob.runtime.identity import cache_key
 
 QUIET = {
@@ -35,7 +37,7 @@ BUDGET = ("trials", "min_trials", "patience", "random")
 Build = Callable[[Path], Any]  # recipe -> model, datamodule and trainer
 
 
-def run(config: TuneConfig, run: Run, build: Build) -> Path | None:
+def run(config: TuneConfig, run: Run, build: Build) -> None:
     """Search, print and write the best values."""
     if run.trainer.world_size > 1:
         raise ValueError(
@@ -55,8 +57,7 @@ def run(config: TuneConfig, run: Run, build: Build) -> Path | None:
     given = {name: value for name in BUDGET if (value := getattr(config, name)) is not None}
     budget = replace(space.budget, **given)
     replaced(run.recipe, space.trial)  # fail for an unknown key before anything is built
-    earlier = _earlier_trials(config.warm_start or [], space, run.recipe)
-    search = Search(space, own, budget, config.seed, earlier)
+    search = Search(space, own, budget, config.seed)
     bounds = {key: str(bound) for key, bound in space.variables.items()}
     parts = [bounds, space.objective, space.trial, str(space.prune)]
     key = cache_key(recipe=run.recipe, space=parts, seed=config.seed)
@@ -77,33 +78,7 @@ def run(config: TuneConfig, run: Run, build: Build) -> Path | None:
         run_with_ray(study, config.concurrent or 2)
     else:
         study.run()
-    path = write_outcome(study, run, out)
-    return path if config.then_fit else None
-
-
-def _earlier_trials(
-    files: Sequence[Path], space: Space, recipe: dict[str, Any]
-) -> list[tuple[Point, float]]:
-    """Return the trials of other studies that are points of this space, with their objectives."""
-    found, total = [], 0
-    for path in files:
-        trials = [trial for _, trial in read_trials(path)]
-        if not trials:
-            raise ValueError(f"--warm_start: there are no trials in {path}")
-        total += len(trials)
-        for trial in trials:
-            if trial.objective is None:
-                continue
-            trained = {}
-            if trial.values.keys() != space.variables.keys():
-                file = path.parent / "trials" / f"{trial.number:04}" / "config.yaml"
-                trained = load_file(file, "the recipe of a trial")
-            point = space.point(trial.values, trained, recipe)
-            if point and space.contains(point):
-                found.append((point, trial.objective))
-    if files:
-        print(f"Warm start: {len(found)} of {total} trials are points of this space")
-    return found
+    write_outcome(study, run, out)
 
 
 @dataclass(frozen=True)
@@ -137,12 +112,12 @@ class Training:
         unfit = () if trainer["logger"] else NEEDS_LOGGER
         given = trainer.get("callbacks+", ())
         trainer["callbacks+"] = [c for c in given if class_name(c["class_path"]) not in unfit]
-        write_config(recipe, folder / "config.yaml")
+        atomic_write_text(folder / "config.yaml", yaml.safe_dump(recipe, sort_keys=False))
         return self.build(folder / "config.yaml")
 
 
-def write_outcome(study: Study, run: Run, folder: Path) -> Path:
-    """Print the table, write figure and best recipe, and return the recipe's file."""
+def write_outcome(study: Study, run: Run, folder: Path) -> None:
+    """Print the table, and write figure and best recipe."""
     trials, best = study.record.ended, study.record.best
     space, own = study.search.space, study.search.own
     if best is None:
@@ -162,7 +137,7 @@ def write_outcome(study: Study, run: Run, folder: Path) -> Path:
     header = f"# Trial {best.number} of: {run.command}\n"
     header += f"# Pruned: {', '.join(dropped)}\n" if dropped else ""
     path = folder / "best.yaml"
-    write_config(recipe, path, header)
+    atomic_write_text(path, header + yaml.safe_dump(recipe, sort_keys=False))
     terms = space.objective.items()
     label = " + ".join(m if w == 1 else f"{w:g} {m}" for m, w in terms if w)
     objectives = [trial.objective for trial in trials]
@@ -178,4 +153,3 @@ def write_outcome(study: Study, run: Run, folder: Path) -> Path:
     print(f"Wrote {folder}/trials.jsonl, best.yaml and convergence.png")
     allowance = "".join(f" {OPTION} {name}" for name in sorted(allowed()))
     print(f"Train with the best: lightning-rob fit --config {path}{allowance}")
-    return path

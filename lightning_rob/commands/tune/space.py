@@ -96,15 +96,6 @@ class Space:
         """Whether all values are within their bounds."""
         return all(b[0] <= point[key] <= b[1] for key, b in self.variables.items())
 
-    def point(self, values: Point, trained: Any, recipe: Any) -> Point | None:
-        """Return a trial of another study as a point here; None if a fixed variable differs."""
-        for key, value in values.items():
-            if key not in self.variables:
-                here = _strength(recipe, key)
-                if value != here and max(value, here) > self.prune:
-                    return None
-        return {k: values[k] if k in values else _strength(trained, k) for k in self.variables}
-
     def score(self, metrics: Mapping[str, float]) -> float:
         """Return the objective, the weighted sum of metrics."""
         for name in self.objective:
@@ -137,15 +128,6 @@ def _number(name: str, value: Any) -> float:
     return value
 
 
-def _strength(recipe: Any, key: str) -> float:
-    """Return the number at a dotted key; 0 for a transform that the recipe lacks."""
-    if match := re.fullmatch(TRANSFORM, key):
-        parent, name = _locate(recipe, match[1])
-        if match[2] not in parent[name]:
-            return 0.0
-    return _number(key, value_at(recipe, key))
-
-
 def value_at(config: Any, key: str) -> Any:
     """Return the value at a dotted key, in which numbers are indices of lists."""
     parent, last = _locate(config, key)
@@ -175,7 +157,6 @@ def _locate(config: Any, key: str) -> tuple[Any, Any]:
 
 
 def _children(node: Any) -> dict[str, Any]:
-    """Return the parts of a mapping or a list by their part of a dotted key."""
     if isinstance(node, list):
         return {str(index): child for index, child in enumerate(node)}
     return node if isinstance(node, dict) else {}

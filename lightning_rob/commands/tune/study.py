@@ -33,12 +33,11 @@ class Search:
     own: Point  # the recipe's values, trial 0
     budget: Budget
     seed: int
-    earlier: Sequence[tuple[Point, float]] = ()  # results of other studies replace random trials
 
     @property
     def initial(self) -> int:
         """The number of trials before the optimizer proposes."""
-        return 1 + max(self.budget.random - len(self.earlier), 0)
+        return 1 + self.budget.random
 
     def propose(
         self, number: int, trials: Sequence[Observation], pending: Sequence[Point] = ()
@@ -74,7 +73,7 @@ class Search:
 
         A failed trial counts as the worst one: without it its neighbourhood would be tried again.
         """
-        ended = [(p, o) for p, o in chain(self.earlier, trials) if o is not None]
+        ended = [(point, o) for point, o in trials if o is not None]
         found = [objective for _, objective in ended] or [0.0]
         failed = ((point, min(found)) for point, o in trials if o is None)
         running = ((point, fmean(found)) for point in pending)
@@ -131,10 +130,7 @@ class Record:
         self.trials: dict[int, Trial] = {}
         for key, trial in read_trials(path):
             if key != study:
-                raise ValueError(
-                    f"{path} is of another recipe, space or seed: choose another --out, "
-                    f"or learn from it with --warm_start {path}"
-                )
+                raise ValueError(f"{path} is of another recipe, space or seed: give another --out")
             self.trials.setdefault(trial.number, trial)
 
     @property

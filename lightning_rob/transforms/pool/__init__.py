@@ -182,7 +182,6 @@ def chosen(names: str | Sequence[str], seed: int = 0) -> dict[str, Transform]:
 
 
 def _expand(name: str, seed: int) -> Sequence[str]:
-    """Return the transformations that a name, a word or a composition stands for."""
     if name == "clean" or name in pool():
         return [name]
     if name in WORDS:

@@ -185,7 +185,6 @@ class DenoiseMeans(NumpyTransform):
 
 
 def _call(denoise: Callable[..., NumpyImage], image: NumpyImage, **options: Any) -> NumpyImage:
-    """Call a denoiser of scikit-image on [C, H, W]."""
     if len(image) == 1:  # some of them return [1, H, W] as [W, H] (scikit-image 0.26)
         return denoise(image[0], **options)[None]
     return denoise(image, channel_axis=0, **options)

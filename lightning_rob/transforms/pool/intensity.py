@@ -54,6 +54,7 @@ class Quantize(NumpyTransform):
         return (integers(x, 0, 2**16 - 1, generator=generator),)
 
     def transform_image(self, image: NumpyImage, seed: int) -> NumpyImage:
+        from kornia.color import lab_to_rgb, rgb_to_lab
         from sklearn.cluster import KMeans  # more than a second to import
 
         pixels = image.reshape(len(image), -1).T
@@ -61,25 +62,12 @@ class Quantize(NumpyTransform):
         found, index, counts = np.unique(pixels, return_inverse=True, return_counts=True, axis=0)
         count = min(self.colors, len(found))
         means = KMeans(count, n_init=1, random_state=int(seed))
-        cluster = means.fit_predict(_lab(found), sample_weight=counts)
-        palette = _rgb(means.cluster_centers_)[:, : len(image)]
+        rgb = torch.from_numpy(found.T).expand(3, -1)[None, :, :, None]
+        lab = rgb_to_lab(rgb)[0, :, :, 0].T.numpy()
+        cluster = means.fit_predict(lab, sample_weight=counts)
+        centers = torch.from_numpy(means.cluster_centers_.T)[None, :, :, None]
+        palette = lab_to_rgb(centers)[0, : len(image), :, 0].T.numpy()
         return palette[cluster[index.reshape(-1)]].T.reshape(image.shape)
-
-
-def _lab(colors: NumpyImage) -> NumpyImage:
-    """Convert grey or RGB [n, 1 or 3] in [0, 1] to L*a*b* [n, 3]."""
-    from kornia.color import rgb_to_lab
-
-    rgb = torch.from_numpy(colors.T).expand(3, -1)
-    return rgb_to_lab(rgb[None, :, :, None])[0, :, :, 0].T.numpy()
-
-
-def _rgb(colors: NumpyImage) -> NumpyImage:
-    """Convert L*a*b* [n, 3] to RGB [n, 3] in [0, 1]."""
-    from kornia.color import lab_to_rgb
-
-    lab = torch.from_numpy(colors.T)[None, :, :, None]
-    return lab_to_rgb(lab)[0, :, :, 0].T.numpy()
 
 
 class NormalizeImage(Transform):
