@@ -43,6 +43,7 @@ DIRECTIONS, MOVE = 4, 0.3  # moves in which slopes are compared with differences
 AGREEING = 0.5  # correlation of both from which a slope is worth following
 APART = 0.01  # of the largest logit, by which another batch may change logits
 TARGETS = 9
+LINE = 100  # letters of a line of Python
 
 
 @dataclass(frozen=True)
@@ -79,17 +80,23 @@ class AutoResult:
         return as_python(attack_spec(self.attack))
 
 
-def as_python(spec: Any) -> str:
+def as_python(spec: Any, indent: str = "") -> str:
     """Return plain data of an attack, from `attack_spec`, as an expression of Python."""
-    if isinstance(spec, Mapping) and "class_path" in spec:
-        name = str(spec["class_path"]).rpartition(".")[2]
-        given = ", ".join(f"{key}={as_python(v)}" for key, v in spec["init_args"].items())
-        return f"{name}({given})"
     if isinstance(spec, str) and spec.startswith("lightning_rob."):
         return spec.rpartition(".")[2]
-    if isinstance(spec, list):
-        return "(" + "".join(f"{as_python(one)}, " for one in spec).rstrip() + ")"
-    return repr(spec)
+    if isinstance(spec, Mapping) and "class_path" in spec:
+        name = str(spec["class_path"]).rpartition(".")[2]
+        parts, inner = spec["init_args"].items(), f"{indent}    "
+        given = [f"{key}={as_python(value, inner)}" for key, value in parts]
+    elif isinstance(spec, list):
+        name, inner = "", f"{indent}    "
+        given = [as_python(one, inner) for one in spec]
+    else:
+        return repr(spec)
+    line = f"{name}({', '.join(given)}{',' if len(given) == 1 and not name else ''})"
+    if len(indent) + len(line) <= LINE and "\n" not in line:
+        return line
+    return f"{name}(\n" + "".join(f"{inner}{one},\n" for one in given) + f"{indent})"
 
 
 @dataclass

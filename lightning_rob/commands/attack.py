@@ -58,13 +58,14 @@ def run(config: AttackConfig, run: "Run") -> bool:
         if folder := writing_folder(run.trainer):
             atomic_write_text(folder / "found.yaml", found[0].recipe)
             print(f"As a plug-in: --trainer.callbacks+={folder / 'found.yaml'}")
-        print(f"In Python: {found[0].python}")
+        print(f"In Python:\n{found[0].python}")
     return False
 
 
 def trail(result: "AutoResult") -> str:
     """Return the findings and what was tried, line by line."""
     lines = [f"Found: {'; '.join(result.findings) or 'nothing that hides gradients'}"]
+    lines.append("Tried: first, then candidates on images that stood, then the winners on all")
     lines.append("  left %  images  passes")
     for trial in result.trail:
         left = "       -" if trial.error else f"{100 * trial.left:8.1f}"
