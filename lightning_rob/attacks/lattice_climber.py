@@ -30,19 +30,12 @@ RELAXATION = 1.5  # of the projections, which converge for factors between 0 and
 
 @dataclass
 class Climb:
-    """The best images found so far for those of a batch.
+    """The best images found so far for those of a batch."""
 
-    Args:
-        x_best: [B, …] the images that fool the most weight of members.
-        right: [B] the probability that the ensemble is right on them.
-        fooled: [M, B] the members that they fool.
-        possible: [M, B] the members that some image of the ball has fooled.
-    """
-
-    x_best: Tensor
-    right: Tensor
-    fooled: Tensor
-    possible: Tensor
+    x_best: Tensor  # [B, …] the images that fool the most weight of members
+    right: Tensor  # [B] the probability that the ensemble is right on them
+    fooled: Tensor  # [M, B] the members that they fool
+    possible: Tensor  # [M, B] the members that some image of the ball has fooled
 
     def take(self, rows: Tensor, z: Tensor, fooled: Tensor, weights: Tensor) -> None:
         """Keep images z [b, …] of some rows where they are better than the best so far."""
@@ -74,11 +67,7 @@ class LatticeClimber(Attack):
         step_size: length of the first signed step in pixel units; None is eps / 4.
         classes: number of wrong classes that are tried for each member alone: the runner-up of each
             step, then the next largest logits of the clean image.
-        start: try the images that this attack returns as well: the climb is then never weaker.
 
-    Raises:
-        ValueError: no step, a step size that is not positive, a norm other than linf and l2, a
-            relative radius, a start with another threat.
     """
 
     lengths: ClassVar[tuple[str, ...]] = ("step_size",)
@@ -88,7 +77,6 @@ class LatticeClimber(Attack):
     steps: int = 40
     step_size: Length | None = None
     classes: int = 3
-    start: Attack | None = None
 
     def __post_init__(self) -> None:
         at_least(1, steps=self.steps, classes=self.classes)
@@ -96,11 +84,8 @@ class LatticeClimber(Attack):
         check_norm(self, math.inf, 2)
         if self.threat.relative:
             raise ValueError(f"LatticeClimber is for a radius in pixel units, got {self.threat}")
-        if self.start and self.start.threat != self.threat:
-            raise ValueError(f"start must be of threat {self.threat}, got {self.start}")
 
     def cost(self, count: PassCount) -> int:
-        """Return the largest number of passes that an image costs."""
         members = len(member_order(count.defense.weights))
         alone = members * min(self.classes, count.classes - 1)
         if members > ALL_SETS:  # each member is added to as many as all others
@@ -108,21 +93,18 @@ class LatticeClimber(Attack):
         else:
             sets = alone + 2**members - 1 - members
             wanted = alone + members * 2 ** (members - 1) - members  # in all sets together
-        start = self.start.cost(count) + count.networks if self.start else 0
         climbing = self.steps * wanted + (self.steps + 1) * sets * count.networks
-        return start + count.networks + climbing
+        return count.networks + climbing
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
         weights, order = defense.weights, member_order(defense.weights)
-        rows, logits = torch.arange(len(x), device=x.device), _logits(defense, x)
+        rows = torch.arange(len(x), device=x.device)
+        with torch.no_grad():
+            logits = torch.stack([network_logits(member, x) for member in defense.classifiers])
         check_logits(logits, y)
         fooled = logits.argmax(-1) != y
         climb = Climb(x.clone(), x.new_full((len(x),), torch.inf), fooled.clone(), fooled.clone())
         climb.take(rows, x, fooled, weights)
-        if self.start:
-            z = self.start.perturb(defense, x, y, generator)
-            climb.take(rows, z, _logits(defense, z).argmax(-1) != y, weights)
         # The class with the largest logit need not have the nearest boundary.
         others = logits.scatter(2, y.expand(len(logits), -1)[..., None], -torch.inf).argsort(-1)
         for aim in range(min(self.classes, logits.shape[-1] - 1)):
@@ -147,14 +129,8 @@ class LatticeClimber(Attack):
     ) -> None:
         """Look for images that fool all wanted members [M, B].
 
-        Args:
-            defense: the ensemble.
-            x: [B, …] images.
-            y: [B] labels.
-            generator: source of the images' noise.
-            climb: what has been found, and takes what is found here.
-            wanted: [M, B] members; images without any are left alone.
-            classes: [B] predictions to aim at from the clean images; None is the runner-up.
+        The search begins at the clean images and aims at classes [B]; without classes it begins at
+        the best images so far, and aims at the runner-up of each step.
         """
         rows = wanted.any(0).nonzero()[:, 0]
         if not len(rows):
@@ -169,8 +145,13 @@ class LatticeClimber(Attack):
                     z = z.detach().requires_grad_(needed)
                     logits = network_logits(member, z)
                 if needed:
-                    aims = None if classes is None else classes[rows]
-                    gap = _gap(logits.float() if logits.itemsize < 4 else logits, y[rows], aims)
+                    precise = logits.float() if logits.itemsize < 4 else logits
+                    label = y[rows, None]
+                    if classes is None:
+                        other = precise.scatter(1, label, -torch.inf).amax(1)
+                    else:
+                        other = precise.gather(1, classes[rows, None])[:, 0]
+                    gap = precise.gather(1, label)[:, 0] - other
                     gradients.append(image_gradient(gap, z, rows_of(generator, rows)))
                     gaps.append(gap.detach().masked_fill(~of_images, -torch.inf))
                 fooled.append(logits.argmax(-1) != y[rows])
@@ -193,14 +174,9 @@ class LatticeClimber(Attack):
     def _moved(
         self, delta: Tensor, gaps: Tensor, gradients: Tensor, x: Tensor, done: float
     ) -> Tensor:
-        """Return perturbations [b, …] one step on.
+        """Return perturbations [b, …] one step on, of which a share is done.
 
-        Args:
-            delta: [b, …] the perturbations.
-            gaps: [m, b] leads of the true class, -inf for members that are not wanted.
-            gradients: [m, b, …] of the gaps.
-            x: [b, …] the images.
-            done: share of the steps that have been taken.
+        The gaps [m, b] are leads of the true class, -inf for members that are not wanted.
         """
         eps = self.threat.eps
         slopes = torch.stack([self.threat.dual(gradient) for gradient in gradients])
@@ -227,19 +203,6 @@ class LatticeClimber(Attack):
         length = RELAXATION * way / (largest * squares)
         # Without a pixel that can move, or with an infinite gap, the image stays where it is.
         return delta - scale(g, torch.where((squares > 0) & length.isfinite(), length, 0.0))
-
-
-@torch.no_grad()
-def _logits(defense: Defense, z: Tensor) -> Tensor:
-    return torch.stack([network_logits(member, z) for member in defense.classifiers])
-
-
-def _gap(logits: Tensor, y: Tensor, classes: Tensor | None) -> Tensor:
-    """Return by how much [b] the true class leads another one, the runner-up for None."""
-    right = logits.gather(1, y[:, None])[:, 0]
-    if classes is not None:
-        return right - logits.gather(1, classes[:, None])[:, 0]
-    return right - logits.scatter(1, y[:, None], -torch.inf).amax(1)
 
 
 def _sets(climb: Climb, order: list[int], weights: Tensor) -> Iterator[Tensor]:

@@ -29,15 +29,7 @@ Unpack = Callable[[Any], Any]
 
 
 def canonical_groups(positions: Tensor, size: int = GROUP_SIZE) -> list[Tensor]:
-    """Return the groups of images that are attacked together.
-
-    Args:
-        positions: [N] places in the data set, in any order.
-        size: images in a group; the last one may have fewer.
-
-    Returns:
-        The sorted positions, cut into groups.
-    """
+    """Return positions [N], in any order, sorted and cut into groups that are attacked together."""
     if size < 1:
         raise ValueError(f"group_size must be at least 1, got {size}")
     return list(torch.split(positions.sort().values, size)) if len(positions) else []
@@ -154,10 +146,9 @@ def fetch(loader: Any, positions: Tensor | Sequence[int]) -> Any:
 
 
 def group_loader(loader: DataLoader[Any], groups: list[Tensor] | GroupQueue) -> Iterator[Any]:
-    """Yield these groups of a loader's data set, fetched by its workers.
+    """Yield groups of positions of a loader's data set, fetched by its workers.
 
-    Args:
-        groups: positions [n] of each group; of a queue, one worker fetches one group ahead.
+    Of a queue, one worker fetches one group ahead.
     """
     queued = isinstance(groups, GroupQueue)
     workers = min(loader.num_workers, 1 if queued else len(groups))

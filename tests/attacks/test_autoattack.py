@@ -200,15 +200,6 @@ def test_tracing_goes_on(single):
 # randomness
 
 
-def test_streams_of_all_images_make_the_seed(single):
-    x, y = images(6, seed=7)
-    noise = [Streams.from_index(torch.tensor(index), 7) for index in ([0, 1, 2, 3, 4, 5],) * 2]
-    other = Streams.from_index(torch.tensor([0, 1, 2, 3, 4, 9]), 7)
-    first, again, changed = (FIRST(single, x, y, n) for n in (*noise, other))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, changed)
-
-
 def test_the_package_one_at_a_time_does_not_depend_on_the_batch(single):
     attack, (x, y) = replace(FIRST, batch_size=1), images(4, seed=8)
     index = torch.arange(100, 104)

@@ -27,6 +27,7 @@ from lightning_rob.attacks import (
     PAA,
     PDGD,
     PGD,
+    SGM,
     TAA,
     Accelerated,
     Attack,
@@ -41,6 +42,7 @@ from lightning_rob.attacks import (
     HighConfidence,
     InsideBounds,
     LatticeClimber,
+    LinBP,
     MinimalNorm,
     NoAttack,
     OnDifferentiable,
@@ -107,7 +109,7 @@ ENTRIES = {
     "arc": (ARC(LINF, 3, LINF.eps), "ensemble"),
     "arc-l2": (ARC(L2, 3, 0.4, neighbours=1, random_start=True, early_stop=True), "ensemble"),
     "climb": (LatticeClimber(LINF, 4, LINF.eps / 4), "ensemble"),
-    "climb-l2": (LatticeClimber(L2, 8, 0.2, start=PGD(L2, 3, 0.25)), "ensemble"),
+    "climb-l2": (LatticeClimber(L2, 8, 0.2), "ensemble"),
     "cw": (CW(L2, 20, 0.05, binary_steps=3, initial_const=0.1), "ensemble"),
     "cw-random": (CW(L2, 20, 0.05, binary_steps=3, initial_const=0.1, draws=2), "random"),
     "deepfool": (DeepFool(LINF), "ensemble"),
@@ -179,17 +181,8 @@ def entries(*names, where=lambda attack: True):
     )
 
 
-FAMILIES = (
-    "pgd",
-    "apgd",
-    "arc",
-    "climb",
-    "cw",
-    "deepfool",
-    "fab",
-    "pdgd",
-    "square",
-)  # each has a loop of its own
+# each has a loop of its own
+FAMILIES = ("pgd", "apgd", "arc", "climb", "cw", "deepfool", "fab", "pdgd", "square")
 IN_L2 = ("apgd-l2", "fab-l2", "square-l2", "deepfool-l2", "arc-l2", "pgd-l2")
 OWN_CHECKS = (*FAMILIES, "minimal-norm", "autoattack", "reference", "targeted", "high-confidence")
 
@@ -739,6 +732,8 @@ def test_counts_lengths_and_norms_are_checked_as_an_attack_is_built(name):
         (lambda: PartialBatchAttack(STEPS, 1.5), r"share in \[0, 1\], got 1.5"),
         (lambda: InsideBounds(0), "hair must be positive and fit into"),
         (lambda: InsideBounds(0.5), "hair must be positive and fit into"),
+        (lambda: SGM(0.0), "gamma must be in .* got 0.0"),
+        (lambda: LinBP(1.0), "share of the branches .* got 1.0"),
     ],
 )
 def test_wrong_arguments(build, message):

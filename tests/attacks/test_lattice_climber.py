@@ -11,7 +11,6 @@ from torch import nn
 from lightning_rob.attacks import ARC, PGD, LatticeClimber
 from lightning_rob.attacks.arc import expected_accuracy
 from lightning_rob.defenses import Ensemble
-from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
 from tests.attacks.common import accuracy, assert_inside, images, trained_net
 
@@ -137,36 +136,6 @@ def test_stronger_than_arc_and_pgd(three, threat):
         assert climbed <= accuracy(three, attack(three, x, y), y)
 
 
-def test_never_weaker_than_its_start(three):
-    x, y = images(40, seed=4)
-    threat = THREATS["l2"]
-    start = ARC(threat, 20)
-    weak = LatticeClimber(threat, 1, classes=1)
-    weights = three.weights
-    alone, warm, first = (
-        expected_accuracy(three.eval().members, weights, attack(three, x, y), y)
-        for attack in (weak, LatticeClimber(threat, 1, classes=1, start=start), start)
-    )
-    assert (warm <= first).all()
-    assert (warm < alone).any()
-
-
-def test_an_image_does_not_depend_on_its_batch(three):
-    x, y = images(12, seed=5)
-    attack, streams = LatticeClimber(THREATS["linf"], 10), Streams.from_index(torch.arange(12), 0)
-    whole = attack(three, x, y, streams)
-    alone = torch.cat([attack(three, x[i : i + 1], y[i : i + 1]) for i in range(12)])
-    torch.testing.assert_close(whole, alone, rtol=0, atol=1e-5)
-
-
-def test_a_member_of_probability_zero_is_not_attacked():
-    defense, x, y = ensemble(3, 2, 2, THREATS["linf"])
-    certain = Ensemble(list(defense.members), [1.0, 0.0])
-    attack = LatticeClimber(THREATS["linf"], 40)
-    found = attack(certain, x, y)
-    assert torch.equal(found, attack(Ensemble([defense.members[0]], [1.0]), x, y))
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -175,7 +144,6 @@ def test_a_member_of_probability_zero_is_not_attacked():
         ({"steps": 0}, "steps must be at least 1, got 0"),
         ({"classes": 0}, "classes must be at least 1, got 0"),
         ({"step_size": 0.0}, "step_size must be positive, got 0.0"),
-        ({"start": PGD(Threat("linf", 0.2), 1, 0.1)}, "start must be of threat linf 0.1"),
     ],
 )
 def test_wrong_arguments(options, message):
