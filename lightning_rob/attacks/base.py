@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_rob.attacks.acceptance import rejects, towards_acceptance
+from lightning_rob.attacks.acceptance import towards_acceptance
 from lightning_rob.attacks.backward import Backwards, InsideBounds, entered
 from lightning_rob.attacks.budget import Counted
 from lightning_rob.attacks.contexts import attacking, evaluating, foldable_networks
@@ -23,6 +23,7 @@ from lightning_rob.attacks.sight import Sight, own_sight
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.copies import private
 from lightning_rob.defenses.per_image import PerImageLayer
+from lightning_rob.defenses.rejection import behind_labels
 from lightning_rob.randomness import Generator, Streams, own_streams, seed_of, seeded_global_rng
 from lightning_rob.rules import Rule
 from lightning_rob.runtime.errors import ZeroGradientWarning
@@ -160,7 +161,8 @@ class Attack(Counted, ABC):
             separable = is_batch_separable(self, defense)
             size = len(x) if self.splits_batches or not separable else images_at_once(x)
             perturb: Work = self.perturb
-            if rejects(defense):
+            # A defense may also hide that it rejects, from an outer attack.
+            if defense.may_reject or behind_labels(defense):
                 perturb = partial(towards_acceptance, perturb, separable)
             while True:
                 try:

@@ -171,7 +171,12 @@ class PAA(Attack):
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         ensemble = transformation_ensemble(defense, self)
-        members = self._candidates(ensemble)
+        found, members = attackable(ensemble), [ensemble.place(name) for name in self.ranking or ()]
+        for rank, i in enumerate(members):
+            if i not in found or i in members[:rank]:
+                why = "twice" if i in found else "it can neither be undone nor has a gradient"
+                raise ValueError(f"ranking must be of the candidates: {ensemble.names[i]}, {why}")
+        members += [i for i in found if i not in members]
         x_adv, index = x.clone(), positions(x)
         remaining = torch.ones(len(x), len(members), dtype=torch.bool, device=x.device)
         start = (x, remaining, x.new_zeros(len(x)), torch.zeros_like(index))
@@ -205,16 +210,6 @@ class PAA(Attack):
             x_adv[active.index] = active.x_adv
             active = active.select(active.stalled < PATIENCE)
         return x_adv
-
-    def _candidates(self, ensemble: TransformEnsemble) -> list[int]:
-        """Return the members that are attacked, by their ranks."""
-        found = attackable(ensemble)
-        ranked = [ensemble.place(name) for name in self.ranking or ()]
-        for rank, i in enumerate(ranked):
-            if i not in found or i in ranked[:rank]:
-                why = "twice" if i in found else "it can neither be undone nor has a gradient"
-                raise ValueError(f"ranking must be of the candidates: {ensemble.names[i]}, {why}")
-        return ranked + [i for i in found if i not in ranked]
 
     @torch.no_grad()
     def _projected(

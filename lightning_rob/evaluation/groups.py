@@ -22,6 +22,7 @@ from torch.utils.data import (
 
 from lightning_rob.attacks.base import check_label_type
 from lightning_rob.randomness import derive_seed, own_streams
+from lightning_rob.runtime.errors import at_least
 
 GROUP_SIZE = 128
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -30,8 +31,7 @@ Unpack = Callable[[Any], Any]
 
 def canonical_groups(positions: Tensor, size: int = GROUP_SIZE) -> list[Tensor]:
     """Return positions [N], in any order, sorted and cut into groups that are attacked together."""
-    if size < 1:
-        raise ValueError(f"group_size must be at least 1, got {size}")
+    at_least(1, group_size=size)
     return list(torch.split(positions.sort().values, size)) if len(positions) else []
 
 

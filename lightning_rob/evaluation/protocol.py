@@ -12,6 +12,7 @@ from lightning_rob.defenses import Defense
 from lightning_rob.defenses.copies import fresh
 from lightning_rob.evaluation.groups import Unpack, fetch, unpacked
 from lightning_rob.randomness import Streams, generator_of, seeded_global_rng
+from lightning_rob.runtime.errors import at_least
 from lightning_rob.runtime.precision import in_float32
 
 # Keys of the noise for each purpose; they are part of every published figure.
@@ -153,8 +154,7 @@ class RoundProtocol:
     def __post_init__(self) -> None:
         if self.order not in ("natural", "by_label"):
             raise ValueError(f"order must be 'natural' or 'by_label', got {self.order!r}")
-        if self.images is not None and self.images < 1:
-            raise ValueError(f"images must be at least 1, got {self.images}")
+        at_least(1, images=self.images)
 
     def size(self, loader: Any) -> int:
         """Return the number of images in a round of this loader."""

@@ -314,34 +314,6 @@ def test_random_defense_by_its_mean_gradient(single):
 # errors
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"threat": Threat(bounds=(-1, 1)), "reference": True},
-            r"pyautoattack needs images in \[0, 1\], not in \(-1, 1\)",
-        ),
-        (
-            {"threat": Threat(relative=True), "reference": True},
-            "pyautoattack is for a radius in pixel units, got linf",
-        ),
-        ({"version": "best"}, "version must be 'standard', .* got 'best'"),
-        (
-            {"attacks": ("fab",)},
-            r"attacks are for version 'custom', .* got \('fab',\) for 'standard'",
-        ),
-        ({"version": "custom"}, "it needs some, got None for 'custom'"),
-        (
-            {"version": "custom", "attacks": ("pgd", "fab")},
-            r"attacks must be of \['apgd-ce', .*\], got \['pgd'\]",
-        ),
-    ],
-)
-def test_wrong_arguments(options, message):
-    with pytest.raises(ValueError, match=message):
-        AutoAttack(**{"threat": LINF} | options)
-
-
 @pytest.mark.parametrize("reference", [False, True])
 def test_too_few_classes(reference):
     net, (x, y) = Hyperplane(torch.ones(36)), images(4)

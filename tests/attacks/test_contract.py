@@ -30,6 +30,8 @@ from lightning_rob.attacks import (
     SGM,
     TAA,
     Accelerated,
+    Adam,
+    AggMo,
     Attack,
     Auto,
     AutoAttack,
@@ -44,6 +46,7 @@ from lightning_rob.attacks import (
     LatticeClimber,
     LinBP,
     MinimalNorm,
+    Nesterov,
     NoAttack,
     OnDifferentiable,
     OnMember,
@@ -59,6 +62,7 @@ from lightning_rob.attacks import (
     ThroughAdaptation,
     TransferFromStatic,
     WithBackward,
+    aggmo,
     attacking,
 )
 from lightning_rob.attacks.nested import map_attacks
@@ -707,7 +711,8 @@ def test_counts_lengths_and_norms_are_checked_as_an_attack_is_built(name):
             if name in POSITIVE + COUNTS:
                 with pytest.raises(ValueError, match=f"{name} must {message}"):
                     replace(attack, **{name: value})
-    if isinstance(attack, APGD | ARC | AutoAttack | CW | DDN | DeepFool | FAB | PDGD | Square):
+    own = APGD | ARC | AutoAttack | CW | DDN | DeepFool | FAB | LatticeClimber | PDGD | Square
+    if isinstance(attack, own):
         kind = type(attack).__name__
         with pytest.raises(ValueError, match=rf"{kind} is for (linf and )?l2, not for norm 3"):
             replace(attack, threat=Threat(3))
@@ -734,6 +739,20 @@ def test_counts_lengths_and_norms_are_checked_as_an_attack_is_built(name):
         (lambda: InsideBounds(0.5), "hair must be positive and fit into"),
         (lambda: SGM(0.0), "gamma must be in .* got 0.0"),
         (lambda: LinBP(1.0), "share of the branches .* got 1.0"),
+        (lambda: LatticeClimber(Threat("l2", 0.1, relative=True)), "a radius in pixel units"),
+        (lambda: LatticeClimber(LINF, classes=0), "classes must be at least 1, got 0"),
+        (lambda: AggMo(variant="sum"), "variant must be of .*'paper'.* got 'sum'"),
+        (lambda: aggmo(0), "at least one coefficient, got 0"),
+        (lambda: Nesterov(1.1), "momentum must be in .* got 1.1"),
+        (lambda: Adam((0.9, 1.0)), "betas must be two numbers .* got"),
+        (lambda: Adam((0.9,)), "betas must be two numbers .* got"),
+        (lambda: PGD(LINF, 1, 0.1, momentum=(0.9,), ascent=Adam()), "or Adam.*, not both"),
+        (lambda: AutoAttack(Threat(bounds=(-1, 1)), reference=True), r"\[0, 1\], not in \(-1, 1\)"),
+        (lambda: AutoAttack(Threat(relative=True), reference=True), "radius in pixel units, got"),
+        (lambda: AutoAttack(LINF, "best"), "version must be 'standard', .* got 'best'"),
+        (lambda: AutoAttack(LINF, attacks=("fab",)), r"for version 'custom', .* got \('fab',\)"),
+        (lambda: AutoAttack(LINF, "custom"), "it needs some, got None for 'custom'"),
+        (lambda: AutoAttack(LINF, "custom", ("pgd", "fab")), r"must be of .*, got \['pgd'\]"),
     ],
 )
 def test_wrong_arguments(build, message):

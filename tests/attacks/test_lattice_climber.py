@@ -136,21 +136,6 @@ def test_stronger_than_arc_and_pgd(three, threat):
         assert climbed <= accuracy(three, attack(three, x, y), y)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"threat": Threat("l1", 1.0)}, "LatticeClimber is for linf and l2, not for norm l1"),
-        ({"threat": Threat("l2", 0.1, relative=True)}, "a radius in pixel units"),
-        ({"steps": 0}, "steps must be at least 1, got 0"),
-        ({"classes": 0}, "classes must be at least 1, got 0"),
-        ({"step_size": 0.0}, "step_size must be positive, got 0.0"),
-    ],
-)
-def test_wrong_arguments(options, message):
-    with pytest.raises(ValueError, match=message):
-        LatticeClimber(**{"threat": THREATS["linf"]} | options)
-
-
 @both_norms
 def test_a_class_that_is_ruled_out(threat):
     """Its logit is -inf: no boundary leads there, and no image is NaN."""
