@@ -149,10 +149,7 @@ def random_transforms():
 GAMES = {
     "DANN, GMSA": (dann, GMSA(PLAIN, rounds=1)),
     "TADV, transferred": (tadv, TransferFromStatic(PLAIN)),
-    "TADV with the batch, source there": (
-        partial(tadv, True, use_batch=True),
-        GMSA(LEAST, rounds=2),
-    ),
+    "TADV, source there": (partial(tadv, True), GMSA(LEAST, rounds=2)),
     "RMC, source there, GMSA": (partial(rmc, True), GMSA(PLAIN, rounds=1)),
     "URejectron, part of the images": (partial(urejectron, True), PartialBatchAttack(PLAIN)),
     "DENT, confident": (

@@ -10,6 +10,7 @@ import torch
 import yaml
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from lightning_rob.cli import main
 from lightning_rob.data import ImageData
@@ -82,6 +83,23 @@ class Blobs(ImageData):
         noise = torch.randn(len(y), 3, 8, 8, generator=generator)
         x = (0.25 + 0.5 * prototypes[y % 4] + 0.12 * noise).clamp(0, 1)
         return [(image, int(label)) for image, label in zip(x, y, strict=True)]
+
+
+def blobs(train: bool = True, **sizes: int) -> tuple[Tensor, Tensor]:
+    """The images and labels of `Blobs`."""
+    items = Blobs(**sizes).source(train)
+    return torch.stack([x for x, _ in items]), torch.tensor([y for _, y in items])
+
+
+def fit_all(net: nn.Module, x: Tensor, y: Tensor, steps: int) -> nn.Module:
+    """The network in eval mode after some steps of Adam on all images."""
+    optimizer = torch.optim.Adam(net.parameters(), 0.01)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        cross_entropy(net(x), y).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    return net.eval()
 
 
 def pgd(**options) -> dict:

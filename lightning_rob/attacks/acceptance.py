@@ -9,11 +9,6 @@ from lightning_rob.defenses.rejection import AcceptedClasses, behind_labels
 from lightning_rob.randomness import Generator
 
 
-def rejects(defense: Defense) -> bool:
-    """Whether attacks are to make it accept an image: it may reject, or hides that it does so."""
-    return defense.may_reject or behind_labels(defense) is not None
-
-
 def towards_acceptance(
     work: Work, separable: bool, defense: Defense, x: Tensor, y: Tensor, generator: Generator
 ) -> Tensor:

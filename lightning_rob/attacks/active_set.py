@@ -18,10 +18,6 @@ class ActiveBatch:
     y: Tensor  # [b] their labels
     generator: Generator  # the source of their randomness; of `Streams` each image keeps its own
 
-    def __post_init__(self) -> None:
-        if isinstance(self.generator, Streams) and len(self.generator) != len(self):
-            raise ValueError(f"{len(self.generator)} random streams for {len(self)} images")
-
     def __len__(self) -> int:
         return len(self.index)
 

@@ -16,13 +16,7 @@ from lightning_rob.attacks.pgd import better, is_certain
 from lightning_rob.attacks.targeted import wrong_classes
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.per_image import PerImageLayer
-from lightning_rob.objectives import (
-    Loss,
-    ce_of_rule,
-    expected_ce,
-    margin_of_rule,
-    targeted_dlr,
-)
+from lightning_rob.objectives import Loss, ce_of_rule, expected_ce, margin_of_rule, targeted_dlr
 from lightning_rob.randomness import Generator, normal, uniform
 from lightning_rob.rules import Rule
 from lightning_rob.runtime.errors import at_least
@@ -48,21 +42,15 @@ class APGD(Attack):
 
     Args:
         threat: the ball and the bounds; linf or l2.
-        objective: the objective to maximise, of `lightning_rob.objectives`: `expected_ce`,
-            `expected_dlr`, `expected_margin` …
+        objective: the objective to maximise, of `lightning_rob.objectives`.
         targets: number of wrong classes, by falling score of the clean image, towards each of which
             a run of its own climbs the targeted DLR loss; the objective then only decides which run
             is kept. 0 climbs the objective. With more than there are, all wrong classes.
         restarts: number of runs from fresh random starts, of each target.
-        draws: how often a random defense is drawn per step; None for as often as for a prediction.
         early_stop: return an image as soon as the defense misclassifies it with certainty; it then
             costs no further passes. Otherwise its run goes on, and ends at the last misclassified
             iterate, as in the authors' code: turn it off where the images are to fool another
             defense (`TransferFromStatic`, `OnMember`).
-
-    Raises:
-        ValueError: a count out of range, a norm other than linf and l2; when called, fewer classes
-            than the loss needs, three for DLR and four for targeted DLR.
     """
 
     takes_radii: ClassVar[bool] = True
@@ -82,7 +70,6 @@ class APGD(Attack):
         check_norm(self, math.inf, 2)
 
     def is_made_for(self, suite_kind: str, rule: Rule) -> bool:
-        """Return whether it follows the loss of an ensemble's rule."""
         of_rule = (ce_of_rule(rule), margin_of_rule(rule))
         return suite_kind == "ensemble" and self.objective in of_rule
 

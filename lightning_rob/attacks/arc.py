@@ -41,12 +41,6 @@ class Search(ActiveBatch):
     acc_best: Tensor  # [b] the expected accuracy to beat, the lowest one so far
     acc_current: Tensor  # [b] the expected accuracy at x + delta
 
-    def differs(self, other: "Search") -> Tensor:
-        """Return the images [b] whose state is not the same in another search."""
-        state = ((s.delta, s.acc_best, s.acc_current) for s in (self, other))
-        changes = [(a != b).reshape(len(a), -1).any(1) for a, b in zip(*state, strict=True)]
-        return torch.stack(changes).any(0)
-
 
 @dataclass(frozen=True)
 class ARC(Attack):
@@ -65,12 +59,10 @@ class ARC(Attack):
             largest logits, G in the paper; None searches all.
         random_start: start from a random point of the ball.
         start: start from the images that this attack returns, where they are no worse than the
-            clean ones: ARC is then never weaker than it. None starts at the clean images, as the
-            paper does.
+            clean ones: ARC is then never weaker than it. None is the clean images, as in the paper.
         early_stop: stop on images that every member misclassifies, and on images that an iteration
-            left unchanged, as it would the next time. Never raises the accuracy, up to rounding,
-            which depends on the batch size. Without a random start it only changes which of
-            several perfect perturbations is returned. Members must be deterministic.
+            left unchanged. Never raises the accuracy, up to rounding, which depends on the batch
+            size. Members must be deterministic.
     """
 
     lengths: ClassVar[tuple[str, ...]] = ("step_size",)
@@ -97,9 +89,8 @@ class ARC(Attack):
     @property
     def local_radius(self) -> float:
         """Radius of the local steps in pixel units: `step_size`, or the paper's."""
-        if self.step_size is not None:
-            return self.step_size
-        return self.threat.eps / (4 if self.threat.p == 2 else 1)
+        paper = self.threat.eps / (4 if self.threat.p == 2 else 1)
+        return paper if self.step_size is None else self.step_size
 
     def cost(self, count: PassCount) -> int:
         gradients = min(self.neighbours or count.classes, count.classes - 1)
@@ -111,24 +102,7 @@ class ARC(Attack):
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         members, weights = defense.classifiers, defense.weights
-        order, search = member_order(weights), self._begin(defense, x, y, generator)
-        delta = search.delta.clone()
-        if self.early_stop:
-            search = search.select(search.acc_current > 0)
-        for _ in range(self.steps):
-            if not len(search):
-                break
-            after = self._iterate(members, weights, order, search)
-            delta[after.index] = after.delta
-            if self.early_stop:
-                after = after.select(after.differs(search) & (after.acc_current > 0))
-            search = after
-        return self.threat.apply(delta, x)
-
-    def _begin(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Search:
-        """Return the search of all images at its start."""
-        members, weights = defense.classifiers, defense.weights
-        delta = torch.zeros_like(x)
+        order, delta = member_order(weights), torch.zeros_like(x)
         acc_best = acc_current = expected_accuracy(members, weights, x, y, check=True)
         if self.random_start:
             # As in the authors' code the accuracy to beat is the clean image's.
@@ -139,7 +113,21 @@ class ARC(Attack):
             acc_start = expected_accuracy(members, weights, x_start, y)
             delta = choose(acc_start <= acc_best, x_start - x, delta)
             acc_best = acc_current = torch.minimum(acc_start, acc_best)
-        return Search(positions(x), x, y, generator, delta, acc_best, acc_current)
+        search = Search(positions(x), x, y, generator, delta.clone(), acc_best, acc_current)
+        if self.early_stop:
+            search = search.select(search.acc_current > 0)
+        for _ in range(self.steps):
+            if not len(search):
+                break
+            after = self._iterate(members, weights, order, search)
+            delta[after.index] = after.delta
+            if self.early_stop:
+                same = (after.delta == search.delta).flatten(1).all(1)
+                same &= after.acc_best == search.acc_best
+                same &= after.acc_current == search.acc_current
+                after = after.select(~same & (after.acc_current > 0))
+            search = after
+        return self.threat.apply(delta, x)
 
     def _iterate(
         self, members: Sequence[nn.Module], weights: Tensor, order: list[int], at: Search
@@ -154,7 +142,14 @@ class ARC(Attack):
             count = min((self.neighbours or logits.shape[-1]), logits.shape[-1] - 1)
             top = logits.topk(count + 1).values  # the predicted class and its competitors
             w, distance = nearest_boundary(top[:, :1] - top[:, 1:], z, self.threat, at.generator)
-            length = self._length(w, distance, delta_local, first=rank == 0)
+            length = torch.full_like(distance, self.local_radius)
+            if rank:
+                # Projected back onto the sphere of the local radius eta, the step still ends
+                # beyond the boundary: beta in the paper.
+                eta, least, slope = length, guard(length, GUARD), self.threat.dual(w)
+                gap = ((w * delta_local).flatten(1).sum(1) / (slope + least) + distance).abs()
+                beyond = eta / (eta - distance + least) * gap + RHO * self.threat.eps
+                length = torch.where(distance < eta, beyond, eta)
             step = delta_local + scale(self.threat.steepest(-w), length)
             # All members share one radius: a step for a later one takes length from the others.
             size = self.threat.size(step)
@@ -173,17 +168,6 @@ class ARC(Attack):
             acc_best=torch.where(accept, acc_reached, at.acc_best),
             acc_current=torch.where(accept, acc_reached, at.acc_current),
         )
-
-    def _length(self, w: Tensor, distance: Tensor, delta_local: Tensor, first: bool) -> Tensor:
-        """Return the length [B] of the step along the direction, beta in the paper."""
-        eta = torch.full_like(distance, self.local_radius)
-        if first:
-            return eta
-        # projected back onto the sphere of radius eta, the step still ends beyond the boundary
-        least, slope = guard(eta, GUARD), self.threat.dual(w)
-        gap = ((w * delta_local).flatten(1).sum(1) / (slope + least) + distance).abs()
-        beyond = eta / (eta - distance + least) * gap + RHO * self.threat.eps
-        return torch.where(distance < eta, beyond, eta)
 
 
 def nearest_boundary(
@@ -231,8 +215,6 @@ def arc_linear(
         y: [B] labels in {-1, +1}.
         threat: norm and radius; its bounds are not used, as in the paper.
 
-    Raises:
-        ValueError: labels other than -1 and +1, or probs that are not M probabilities.
     """
     if not ((y == 1) | (y == -1)).all():
         raise ValueError(f"labels must be -1 or +1, got {sorted(set(y.tolist()))}")

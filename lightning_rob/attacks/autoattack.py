@@ -2,10 +2,10 @@
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -44,15 +44,13 @@ class AutoAttack(Attack):
 
     It attacks a single function: the logits of a single network, the mean logits under the rule
     `mean_logits`, else the log of the mean probabilities. An image that this function gets wrong is
-    returned unchanged. AutoAttack therefore cannot judge a defense that predicts by one draw or by
-    vote: it stops at images on which such a defense is still right half of the time. Use ARC or
-    PGD on the expected loss there. `RobustEval` evaluates its images on the defense in any case.
+    returned unchanged: AutoAttack cannot judge a defense that predicts by one draw or by vote, on
+    which it stops where the defense is still right half of the time. Use ARC or PGD on the expected
+    loss there.
 
-    The stages are `APGD`, `FAB` and `Square` with the settings of the authors' code. Noise is drawn
-    for each image: its result does not depend on the batch. With `reference` it is that code, the
-    package pyautoattack, which draws noise for a batch: another batch gives other random starts,
-    unless `batch_size=1`. Its warnings (no gradients, Square Attack the strongest …) go to the
-    logger "auto-attack".
+    The stages have the settings of the authors' code. Noise is drawn for each image: its result
+    does not depend on the batch. With `reference` it is that code, the package pyautoattack, which
+    draws noise for a batch, and whose warnings go to the logger "auto-attack".
 
     Args:
         threat: a ball for linf or l2.
@@ -60,22 +58,16 @@ class AutoAttack(Attack):
             "rand" (APGD-CE and APGD-DLR on the mean gradient of 20 predictions), or "custom".
         attacks: the attacks of a "custom" version, in this order and with one restart, else as in
             the standard version: "apgd-ce", "apgd-dlr", "apgd-t", "fab", "fab-t", "square".
-        draws: draws of a random defense for one prediction; None as many as the defense takes.
         batch_size: number of images attacked at a time; None for as many as a CPU's caches hold,
             on other devices for the whole batch. The images that a stage leaves are put together
             for the next: give the evaluation a large `group_size`, and this the size that fills
             the device.
-        early_stop: let images leave a run of APGD as soon as they are misclassified, where the
-            attacked function is what the defense predicts by, without randomness. Turn it off
-            where the images are to fool another defense (`TransferFromStatic`, `OnMember`): the
-            runs then end at the last misclassified iterates, as those of the authors' code do.
+        early_stop: as of `APGD`, where the attacked function is what the defense predicts by.
         passes: forward and backward passes of an image through the attacked function, in place of
             the numbers of steps and queries, whose proportions stay; None leaves these.
 
     Raises:
-        ValueError: another norm, for the authors' code bounds other than [0, 1] or a relative
-            radius or a number of passes, an unknown version or attack, attacks for a version that
-            has its own; when called, fewer classes or passes than the attacks need.
+        ValueError: when called, fewer classes or passes than the attacks need.
         ModuleNotFoundError: when called with `reference`, without the package.
     """
 
@@ -118,7 +110,6 @@ class AutoAttack(Attack):
 
     @property
     def batch_dependent(self) -> bool:  # type: ignore[override]
-        """Whether the authors' code, which draws noise for a batch, is run."""
         return self.reference
 
     @property
@@ -133,7 +124,6 @@ class AutoAttack(Attack):
             )
 
     def is_made_for(self, suite_kind: str, rule: Rule) -> bool:
-        """Return whether it attacks what the defense predicts by: the mean of an ensemble."""
         return super().is_made_for(suite_kind, rule) and rule in (mean_logits, mean_probs)
 
     def cost(self, count: PassCount) -> int:
@@ -235,6 +225,9 @@ class AutoAttack(Attack):
 
     def _by_package(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """Run the authors' code on one batch, in the single precision that it needs."""
+        self.require_package()
+        import pyautoattack
+
         drawn = uniform(torch.zeros(len(x), device=x.device), generator=generator)
         seed, single = seed_from(drawn), x.float().contiguous()
         noise = torch.Generator(x.device).manual_seed(seed)
@@ -251,37 +244,28 @@ class AutoAttack(Attack):
                 with torch.no_grad():
                     logits = model(single)
                 check_logits(logits[None], y)
-                suite = self._suite(model, logits.shape[-1], x.device, seed)
+                suite = pyautoattack.AutoAttack(
+                    model,
+                    attacks=self.attacks and list(self.attacks),
+                    device=x.device,
+                    eps=self.threat.eps,
+                    norm=NORMS[self.threat.p],
+                    seed=seed,
+                    version=self.version,
+                )
+                classes = logits.shape[-1]
+                self._check_classes(suite.attacks_to_run, classes)
+                for part in (suite.apgd_targeted, suite.fab):
+                    part.n_target_classes = min(part.n_target_classes, classes - 1)
+                if self.version == "custom":  # the package's default is 5, the standard's is 1
+                    suite.apgd.n_restarts = suite.fab.n_restarts = 1
+                suite.square.n_queries = self.queries
                 found, _ = suite.run_standard_evaluation(single, y.long(), batch_size=len(x))
             finally:
                 torch.set_default_dtype(dtype)
                 sys.settrace(trace)
         # Images that the package left alone must not lose digits to single precision.
         return torch.where(found == single, x, found.to(x.dtype))
-
-    def _suite(
-        self, model: Callable[[Tensor], Tensor], classes: int, device: torch.device, seed: int
-    ) -> Any:
-        """Return the package's object, with no more target classes than there are."""
-        self.require_package()
-        import pyautoattack
-
-        suite = pyautoattack.AutoAttack(
-            model,
-            attacks=self.attacks and list(self.attacks),
-            device=device,
-            eps=self.threat.eps,
-            norm=NORMS[self.threat.p],
-            seed=seed,
-            version=self.version,
-        )
-        self._check_classes(suite.attacks_to_run, classes)
-        for part in (suite.apgd_targeted, suite.fab):
-            part.n_target_classes = min(part.n_target_classes, classes - 1)
-        if self.version == "custom":  # the package's default is 5, the standard version's is 1
-            suite.apgd.n_restarts = suite.fab.n_restarts = 1
-        suite.square.n_queries = self.queries
-        return suite
 
 
 @torch.no_grad()
@@ -293,8 +277,6 @@ def _logits(target: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tens
 class MeanPrediction(Defense):
     """A defense as the single function that AutoAttack attacks; see `scores`."""
 
-    kind = "single"
-
     def __init__(self, defense: Defense, draws: int | None, device: torch.device) -> None:
         super().__init__(torch.ones(1, device=device), mean_logits)
         self.defense = defense
@@ -302,7 +284,7 @@ class MeanPrediction(Defense):
 
     @property
     def classifiers(self) -> list[nn.Module]:
-        """The function: AutoAttack accepts an image by one prediction, also of a random defense."""
+        # AutoAttack accepts an image by one prediction, also of a random defense.
         return [ScoreNetwork(self.defense, None, self.draws)]
 
     @property

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_rob.attacks.residual import Block, Branch, residual_blocks, running
+from lightning_rob.attacks.residual import Block, Branch, replaced, residual_blocks
+from lightning_rob.attacks.residual import Forward as Forward
 from lightning_rob.defenses import Defense, random_transforms_in
 from lightning_rob.defenses.network import logits_in
 from lightning_rob.defenses.random_transforms import Gradients, Shared
@@ -38,21 +39,11 @@ def entered(backward: Backwards, defense: Defense) -> Iterator[None]:
         yield
 
 
-Forward = Callable[[Tensor], Tensor]
-
-
-@contextmanager
-def other_forward(nets: list[nn.Module], change: Callable[[Forward], Forward]) -> Iterator[None]:
-    """Replace the networks' forward by one built from it, inside this context only."""
-    before = {net: net.__dict__.get("forward") for net in nets}
-    try:
-        for net in before:
-            net.__dict__["forward"] = change(net.forward)
-        yield
-    finally:
-        for net, forward in before.items():
-            net.__dict__.pop("forward", None)
-            net.__dict__.update({"forward": forward} if forward else {})
+def other_forward(
+    nets: Sequence[nn.Module], change: Callable[[Forward], Forward]
+) -> AbstractContextManager[None]:
+    """Return the context in which the networks' forward is replaced by one built from it."""
+    return replaced({net: change(net.forward) for net in nets})
 
 
 @dataclass(frozen=True)
@@ -61,14 +52,10 @@ class SGM(Backward):
 
     A block z + f(z) passes back (1 + gamma f'(z)) g. Two kinds of blocks keep their exact gradient:
     blocks whose skip connection is a convolution or drops pixels, and by default the first block of
-    each stage, also where its skip connection is the identity. The code of Wu et al. and that of
-    the RT authors leave the same blocks out, by their names: `layer1.0`, `layer2.0` … (also
-    `layer3.10`, whose name ends in 0 too; that is not reproduced here). Here the first block of a
-    stage is the first child of an `nn.Sequential` or `nn.ModuleList`, under any name; a block
-    outside of both, such as an attribute of the network, shrinks.
-
-    The logits do not change. The authors divide each block's gradient by its standard deviation;
-    this only scales the gradient, or mixes the images of a batch, and is left out.
+    each stage, as in the code of Wu et al. and of the RT authors: the first child of an
+    `nn.Sequential` or `nn.ModuleList`. The logits do not change. The authors divide each block's
+    gradient by its standard deviation; this only scales the gradient, or mixes the images of a
+    batch, and is left out.
 
     Args:
         gamma: factor in (0, 1] of each residual branch's gradient; 1 is the exact gradient.
@@ -107,9 +94,9 @@ class SGM(Backward):
         for branch in chosen:
             graph = branch.block.graph
             with graph.inserting_before(branch.addition):
-                call = graph.call_function(shrink, (branch.end,))
-            branch.addition.replace_input_with(branch.end, call)
-        return running(blocks)
+                call = graph.call_function(shrink, (branch.body[-1],))
+            branch.addition.replace_input_with(branch.body[-1], call)
+        return replaced({block.module: block.forward for block in blocks})
 
 
 @dataclass(frozen=True)
@@ -146,7 +133,7 @@ class LinBP(Backward):
         with_relu = (each for each in current if any(map(each.block.is_relu, each.body)))
         if not [_linearize(branch) for branch in with_relu]:
             raise TypeError(f"LinBP needs ReLUs in residual branches, {len(chosen)} have none")
-        return running(dict.fromkeys(chosen.values()))
+        return replaced({block.module: block.forward for block in chosen.values()})
 
 
 def _linearize(branch: Branch) -> fx.Node:
@@ -161,7 +148,7 @@ def _linearize(branch: Branch) -> fx.Node:
             copies[node] = inner.call_function(_SwitchedReLU.apply, (x, switch))
         else:
             copies[node] = inner.node_copy(node, copies.__getitem__)
-    inner.output(copies[branch.end])
+    inner.output(copies[branch.body[-1]])
 
     def run(x: Tensor, switch: _Switch) -> Tensor:
         return block.run(inner, x, switch)
@@ -173,7 +160,7 @@ def _linearize(branch: Branch) -> fx.Node:
     with graph.inserting_before(branch.addition):
         call = graph.call_function(linear, (branch.entry,))
     call.meta["layers"] = block.layers(branch.body)
-    branch.end.replace_all_uses_with(call)
+    branch.body[-1].replace_all_uses_with(call)
     for node in reversed(branch.body):
         graph.erase_node(node)
     return call
@@ -237,15 +224,11 @@ class InsideBounds(Backward):
     A network that clamps its input has gradient 0 at pixels that are exactly black or white: for
     `torch.clamp` from torch 2.14 on, for `hardtanh`, `relu` and `relu6` in every release. The
     gradient just inside belongs to the only direction in which such a pixel can move. Costs one
-    more forward pass.
+    more forward pass. A defense that adapts names no networks: attack its adapted model, in GMSA.
 
     Args:
         hair: the distance in pixel units; at least one rounding step of the image's precision.
         bounds: smallest and largest value of a pixel, those of the threat.
-
-    Raises:
-        TypeError: when entered, the defense names no networks, as one that adapts: attack the
-            adapted model, GMSA(inner=PGD(backward=InsideBounds())).
     """
 
     hair: float = 1e-4

@@ -12,18 +12,19 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_rob.attacks.acceptance import rejects, towards_acceptance
+from lightning_rob.attacks.acceptance import towards_acceptance
 from lightning_rob.attacks.backward import Backwards, InsideBounds, entered
 from lightning_rob.attacks.budget import Counted
 from lightning_rob.attacks.contexts import attacking, evaluating, foldable_networks
-from lightning_rob.attacks.execution import Work, halved, restoring, run_in_chunks
+from lightning_rob.attacks.execution import Work, restoring, run_in_chunks
 from lightning_rob.attacks.folding import FoldingError
 from lightning_rob.attacks.nested import mapped_arguments, walk
 from lightning_rob.attacks.sight import Sight, own_sight
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.copies import private
 from lightning_rob.defenses.per_image import PerImageLayer
-from lightning_rob.randomness import Generator, own_streams, seed_of, seeded_global_rng
+from lightning_rob.defenses.rejection import behind_labels
+from lightning_rob.randomness import Generator, Streams, own_streams, seed_of, seeded_global_rng
 from lightning_rob.rules import Rule
 from lightning_rob.runtime.errors import ZeroGradientWarning
 from lightning_rob.runtime.memory import images_at_once
@@ -77,7 +78,11 @@ def set_step_size(attack: Any) -> None:
 
 
 class Attack(Counted, ABC):
-    """A search for images that a defense misclassifies. Subclasses are frozen dataclasses."""
+    """A search for images that a defense misclassifies. Subclasses are frozen dataclasses.
+
+    Where they have `draws`, it is how often a random defense is drawn for each evaluation; None for
+    as often as for a prediction.
+    """
 
     threat: Threat
     batch_dependent: ClassVar[bool] = False  # whether an image's result depends on other images
@@ -115,6 +120,8 @@ class Attack(Counted, ABC):
             raise TypeError(f"attacks are on a Defense, got {kind}: wrap a network, Single(net)")
         check_images(x, self.threat.bounds)
         check_label_type(y, len(x))
+        if isinstance(generator, Streams) and len(generator) != len(x):
+            raise ValueError(f"{len(generator)} random streams for {len(x)} images")
         restore = restoring(generator)
         # A network may draw from the global streams: with a generator, they are seeded by it.
         streams = nullcontext() if generator is None else own_streams(seed_of(generator), x.device)
@@ -154,7 +161,8 @@ class Attack(Counted, ABC):
             separable = is_batch_separable(self, defense)
             size = len(x) if self.splits_batches or not separable else images_at_once(x)
             perturb: Work = self.perturb
-            if rejects(defense):
+            # A defense may also hide that it rejects, from an outer attack.
+            if defense.may_reject or behind_labels(defense):
                 perturb = partial(towards_acceptance, perturb, separable)
             while True:
                 try:
@@ -169,8 +177,17 @@ class Attack(Counted, ABC):
                         )
                     if not separable or size < 2:
                         raise
-                # outside the handler, whose traceback keeps the failed attempt's tensors alive
-                size = halved(size)
+                # outside the handler, whose traceback keeps the failed attempt's tensors alive;
+                # only an accelerator's memory: a process that exhausts the host's is killed
+                half = (size + 1) // 2
+                warnings.warn(
+                    f"an attack on {size} images at once ran out of memory and goes on with "
+                    f"{half}: save the attempt by Chunked(images=…) or a smaller eval_batch_size",
+                    stacklevel=3,
+                )
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()
+                size = half
                 restore()
 
     def is_made_for(self, suite_kind: str, rule: Rule) -> bool:

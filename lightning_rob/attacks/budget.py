@@ -25,14 +25,10 @@ class PassCount:
     def __init__(self, defense: Defense, x: Tensor, classes: int | None = None) -> None:
         self.defense = defense
         self.x = x
+        self.networks = len(defense.weights)  # for a prediction: its members, or its draws
         self.asked = 0  # passes of the first image before the attack
         self._classes = classes  # None: the first image is predicted to find out
         self._logits = cache(self._ask)
-
-    @property
-    def networks(self) -> int:
-        """Networks that the defense runs for a prediction: its members, or its draws."""
-        return len(self.defense.weights)
 
     @property
     def classes(self) -> int:

@@ -41,31 +41,19 @@ def attacking(defense: M) -> Iterator[M]:
     Works inside `torch.inference_mode` and autocast. In the working copy BatchNorm is folded into
     the convolutions, and TF32 is off unless an enclosing `in_float32` allows it.
     """
-    with (
-        evaluating(defense) as copied,
-        torch.enable_grad(),
-        _uncached_autocast(),
-        folded(foldable_networks(copied)),
-    ):
+    cached = torch.is_autocast_cache_enabled()
+    with evaluating(defense) as copied, torch.enable_grad(), folded(foldable_networks(copied)):
         grads = [(weight, weight.requires_grad) for weight in copied.parameters()]
         try:
+            # A weight cast in here would have no gradient in the training step around.
+            torch.set_autocast_cache_enabled(False)
             for weight, _ in grads:
                 weight.requires_grad_(False)
             yield copied
         finally:
+            torch.set_autocast_cache_enabled(cached)
             for weight, grad in grads:
                 weight.requires_grad_(grad)
-
-
-@contextmanager
-def _uncached_autocast() -> Iterator[None]:
-    """Keep no cast weights: a copy cast in here has no gradient in the training step around."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
 
 
 def foldable_networks(defense: nn.Module) -> list[nn.Module]:

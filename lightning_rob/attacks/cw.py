@@ -101,9 +101,8 @@ class CW(Attack):
 
     h is the shortfall of the objective from `confidence`, c is searched for each image, and pixels
     are the tanh of the variables of Adam. The smallest perturbation found is projected into the
-    ball: with a huge eps it is returned unchanged. Images that the objective counts as fooled are
-    returned unchanged. On an ensemble the mean must succeed: with confidence 0 some members stay
-    correct.
+    ball: with a huge eps it is returned unchanged, as are images that the objective counts as
+    fooled. On an ensemble the mean must succeed: with confidence 0 some members stay correct.
 
     Args:
         steps: Adam steps for one c; fewer for images whose cost stops falling.
@@ -112,9 +111,7 @@ class CW(Attack):
         binary_steps: number of values of c; c grows tenfold until it succeeds, then the interval is
             halved.
         confidence: the value that the objective must exceed to succeed.
-        objective: the objective that must become positive: `expected_margin`, or `linear` (the
-            margin of the mean logits); they are equal on a single network.
-        draws: how often a random defense is drawn per step; None for as often as for a prediction.
+        objective: the objective that must become positive, as of `PDGD`.
     """
 
     smallest_norm: ClassVar[bool] = True
@@ -142,34 +139,25 @@ class CW(Attack):
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         evaluate = ObjectiveGradient(self.objective, self.draws)
         best = BestSoFar.begin(evaluate, defense, x, y, generator, self.confidence)
-        const, low = (
-            best.value.new_full((len(x),), self.initial_const),
-            best.value.new_zeros(len(x)),
-        )
-        high = torch.full_like(low, torch.inf)
+        const = best.value.new_full((len(x),), self.initial_const)
+        low, high = torch.zeros_like(const), torch.full_like(const, torch.inf)
         index = (~best.succeeded).nonzero()[:, 0]
+        bounds = self.threat.bounds
+        middle, half = (bounds[0] + bounds[1]) / 2, (bounds[1] - bounds[0]) / 2
         for _ in range(self.binary_steps if len(index) else 0):
             # Only success with the current c decides on the next one.
             best.succeeded = torch.zeros_like(best.succeeded)
-            self._descend(defense, self._begin(x, y, const, index, generator), best)
+            w = ((x[index] - middle) / (STRETCH * half)).clamp(-1 / STRETCH, 1 / STRETCH).atanh()
+            # Every c sees the same noise: the number of steps of the last depends on the batch.
+            images = (index, x[index], y[index], rows_of(generator, index), const[index])
+            zero, cost = torch.zeros_like(w), torch.zeros_like(const[index])
+            state = (self._images(w), w, zero, zero.clone(), cost, torch.full_like(cost, torch.inf))
+            self._descend(defense, BatchedAdam(*images, *state), best)
             low = torch.where(best.succeeded, low, const)
             high = torch.where(best.succeeded, const, high)
             # Tenfold until a c succeeds, then the middle of the interval.
             const = torch.where(high.isinf(), 10 * const, (low + high) / 2)
         return brought_inside(best.x_adv, x, self.threat)
-
-    def _begin(
-        self, x: Tensor, y: Tensor, const: Tensor, index: Tensor, generator: Generator
-    ) -> BatchedAdam:
-        """Return the start of the descent of the images `index` with their c, `const` [B]."""
-        low, high = self.threat.bounds
-        middle, half = (low + high) / 2, (high - low) / 2
-        w = ((x[index] - middle) / (STRETCH * half)).clamp(-1 / STRETCH, 1 / STRETCH).atanh()
-        # Every c sees the same noise: the number of steps of the last one depends on the batch.
-        images = (index, x[index], y[index], rows_of(generator, index), const[index])
-        zero, cost = torch.zeros_like(w), torch.zeros_like(const[index])
-        infinite = torch.full_like(cost, torch.inf)
-        return BatchedAdam(*images, self._images(w), w, zero, zero.clone(), cost, infinite)
 
     def _descend(self, defense: Defense, run: BatchedAdam, best: BestSoFar) -> None:
         """Take the Adam steps for one c, and record the images found in `best`."""

@@ -30,16 +30,10 @@ class DDN(Attack):
     A step follows the unit gradient of the cross-entropy, taken of its logarithm, which does not
     underflow on a confident network; the perturbation is then rescaled to a norm that falls by the
     factor 1 - gamma where the last iterate succeeded, else grows by 1 + gamma. Fast where the
-    boundary is near, as on networks without adversarial training.
-
-    At the end the smallest perturbation found is projected to smaller radii, by bisection, which
-    the paper does not do. It is then projected into the ball: with a huge eps it is returned
-    unchanged. Images whose mean margin is wrong are returned unchanged. On an ensemble the mean
-    must succeed: some members stay correct.
+    boundary is near, as on networks without adversarial training. It ends as `PDGD` does.
 
     Args:
-        steps: number of steps, each of one forward and one backward pass, before eight forward
-            passes for the projections.
+        steps: number of steps, each of one forward and one backward pass.
         gamma: relative change of the norm in a step.
         first_norm: the norm of the first perturbation, in pixel units. Steps along the gradient
             have lengths of 1 to 0.01, times the range of the bounds.
@@ -82,7 +76,11 @@ class DDN(Attack):
             # Success shortens the next perturbation, failure lets it grow; the direction is free.
             factor = torch.where(value > 0, 1 - self.gamma, 1 + self.gamma)
             run.norm = run.norm * factor.to(run.norm)
-            run.move(self.threat, at.gradient, length)
+            farthest = self.threat.size(torch.maximum(run.x - low, high - run.x))
+            run.norm = torch.minimum(run.norm, farthest)
+            delta = run.x_adv - run.x + length * self.threat.steepest(at.gradient)
+            delta = scale(delta, run.norm / divisor(self.threat.size(delta)))
+            run.x_adv = (run.x + delta).clamp(low, high)
         shorten(defense, run, best, self.threat, expected_margin)
         return brought_inside(best.x_adv, x, self.threat)
 
@@ -93,12 +91,3 @@ class Walk(ActiveBatch):
 
     x_adv: Tensor  # [b, C, H, W] the iterates
     norm: Tensor  # [b] the norms of the next perturbations, before they are cut off at the bounds
-
-    def move(self, threat: Threat, gradient: Tensor, length: float) -> None:
-        """Follow the gradient [b, C, H, W] by a length, and rescale the perturbation."""
-        low, high = threat.bounds
-        farthest = threat.size(torch.maximum(self.x - low, high - self.x))
-        self.norm = torch.minimum(self.norm, farthest)
-        delta = self.x_adv - self.x + length * threat.steepest(gradient)
-        delta = scale(delta, self.norm / divisor(threat.size(delta)))
-        self.x_adv = (self.x + delta).clamp(low, high)

@@ -38,20 +38,12 @@ class AttackDecorator(Attack):
         return self.attack.threat
 
     def strategies(self, defense: Defense) -> list[tuple[float, Attack]]:
-        """Return the wrapped attack's strategies with their probabilities, each wrapped again."""
         return [(p, replace(self, attack=part)) for p, part in self.attack.strategies(defense)]
 
 
 @dataclass(frozen=True)
 class WithBackward(AttackDecorator):
-    """Run any attack with the gradients of a `Backward`, as `PGD(backward=…)` does.
-
-    Args:
-        backward: one such as InsideBounds, or several, entered in turn with the defense.
-
-    Raises:
-        TypeError: when called on a defense that the backward does not support.
-    """
+    """Run any attack with the gradients of one `Backward` or several, as `PGD(backward=…)` does."""
 
     backward: Backward | Sequence[Backward]
 
@@ -72,19 +64,14 @@ class Budgeted(AttackDecorator):
     two, on an ensemble of M members 2 M, on n draws of a random defense 2 n. No image costs more;
     images that leave early cost fewer. The attack's own number of steps (`queries` of Square) is
     not used; all its other arguments hold. PGD with n steps cannot cross the ball if n times its
-    step size is below 2 eps: give a `step_size` of 5 eps / passes or more for a single network
-    (2.5 eps / n, as Madry et al. 2018), or take APGD, which chooses its own. MinimalNorm divides
-    the passes equally among its radii; AutoAttack and Strongest keep the proportions of their
-    attacks. Where the number of classes decides, one image is predicted first, within the budget.
+    step size is below 2 eps: take APGD, which chooses its own. MinimalNorm divides the passes
+    equally among its radii; AutoAttack and Strongest keep the proportions of their attacks. Where
+    the number of classes decides, one image is predicted first, within the budget.
 
     Args:
-        attack: PGD, APGD, ARC, CW, DDN, PDGD, DeepFool, FAB, Square, MinimalNorm, AutoAttack, or
-            Strongest of them. Put any other around Budgeted.
+        attack: one whose passes are known before it runs: not TAA, PAA, GMSA or ThroughAdaptation,
+            inside of which it may be put.
         passes: the largest number of forward and backward passes an image, together.
-
-    Raises:
-        ValueError: when called, fewer passes than one step of the attack takes.
-        TypeError: when called, an attack whose passes are not known before it runs.
     """
 
     passes: int
@@ -102,8 +89,7 @@ class Chunked(AttackDecorator):
     """Attack a few images at a time: the same images up to rounding, in less memory.
 
     Raises:
-        ValueError: a number that is not positive, or an attack whose results depend on the whole
-            batch.
+        ValueError: an attack whose results depend on the whole batch.
         TypeError: when called on a defense whose predictions depend on the whole batch.
     """
 
@@ -111,8 +97,7 @@ class Chunked(AttackDecorator):
     images: int
 
     def __post_init__(self) -> None:
-        if type(self.images) is not int or self.images < 1:
-            raise ValueError(f"images must be a positive whole number, got {self.images!r}")
+        at_least(1, images=self.images)
         if whole := [type(part).__name__ for part in walk(self.attack) if part.batch_dependent]:
             raise ValueError(
                 f"{whole[0]} attacks whole batches and cannot be chunked: put Chunked around an "
@@ -130,10 +115,10 @@ class Chunked(AttackDecorator):
 class Accelerated(AttackDecorator):
     """Run an attack on compiled networks, or with gradients in a lower precision.
 
-    Compiling costs tens of seconds for each network and image size, and may cost more than it
-    saves. Gradients in half precision or TF32 are not exact, and **the attack may be weaker**:
-    compare (docs/performance.md). Under `autocast` every forward pass without gradients keeps full
-    precision; under `tf32` none does. The evaluation itself always runs in full precision.
+    Compiling costs tens of seconds for each network and image size. Gradients in half precision or
+    TF32 are not exact, and **the attack may be weaker**: compare (docs/performance.md). Under
+    `autocast` every forward pass without gradients keeps full precision; under `tf32` none does.
+    The evaluation itself always runs in full precision.
 
     Args:
         compile: run networks by `torch.compile`; "reduce-overhead" also records CUDA graphs, which
@@ -144,9 +129,6 @@ class Accelerated(AttackDecorator):
             bits of mantissa, which attacks otherwise forbid. Changes nothing on a CPU.
 
     Raises:
-        ValueError: no option is set, an unknown precision, one Accelerated within another, or
-            autocast or tf32 around a PGD with `early_stop`; when called, CUDA graphs of images
-            that are not on an NVIDIA GPU, where torch would leave them out.
         TypeError: when called, with compile or autocast, on a defense that names no networks.
     """
 
@@ -207,11 +189,7 @@ class Quantized8Bit(AttackDecorator):
     nearest may leave an l2 ball. Here each image is rounded to the nearest. Where that lies outside
     the ball, bisection shrinks the perturbation until the rounded image lies inside.
 
-    Args:
-        attack: the wrapped attack; the images that it perturbs should be 8-bit images themselves.
-
-    Raises:
-        ValueError: pixels do not range over [0, 1].
+    The images that it perturbs should be 8-bit images themselves.
     """
 
     def __post_init__(self) -> None:

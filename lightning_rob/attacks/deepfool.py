@@ -35,8 +35,6 @@ class DeepFool(Attack):
         candidates: number of wrong classes searched for the nearest boundary, those with the
             largest logits; None searches all.
         overshoot: distance beyond the boundary, as a share of each step.
-        draws: how often a random defense is drawn for each evaluation; None for as often as for a
-            prediction.
     """
 
     smallest_norm: ClassVar[bool] = True

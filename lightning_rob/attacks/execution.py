@@ -1,6 +1,5 @@
 """Work on batches in parts, for instance because a batch does not fit into memory."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -32,8 +31,6 @@ def run_in_parts(
     generator: Generator,
 ) -> Tensor:
     """Work on a batch part by part; the parts' positions [b] together have each image once."""
-    if isinstance(generator, Streams) and len(generator) != len(x):
-        raise ValueError(f"{len(generator)} random streams for {len(x)} images")
     done, counter = [], 0
     for rows in parts:
         noise = rows_of(generator, rows)  # of `Streams` an image has the same noise in any part
@@ -44,20 +41,6 @@ def run_in_parts(
         generator.counter = counter  # as far as an attack on the whole batch would have drawn
     found, order = torch.cat(done), torch.cat(list(parts))
     return torch.empty_like(found).index_copy_(0, order, found)
-
-
-def halved(size: int) -> int:
-    """Return half of a number of images that did not fit into the accelerator's memory."""
-    # Only an accelerator's memory: a process that exhausts the host's is killed.
-    half = (size + 1) // 2
-    warnings.warn(
-        f"an attack on {size} images at once ran out of memory and goes on with {half}: save "
-        "the attempt by Chunked(images=…) or a smaller eval_batch_size",
-        stacklevel=2,
-    )
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    return half
 
 
 def restoring(generator: Generator) -> Callable[[], object]:

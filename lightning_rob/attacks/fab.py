@@ -46,8 +46,6 @@ class FAB(Attack):
             the nearest of all boundaries, at the price of a gradient for each.
         restarts: number of runs, of each target; the first from the image, others from random
             points at half the radius.
-        draws: how often a random defense is drawn for each evaluation; None for as often as for a
-            prediction.
     """
 
     threat: Threat
@@ -100,7 +98,17 @@ class FAB(Attack):
             values = scores(defense, z, run.generator, self.draws)
             gaps = values.gather(1, run.y[:, None]) - values.gather(1, run.classes)
             normal, gap = nearest_hyperplane(gaps.to(z), z, self.threat, run.generator)
-            run.x_adv = self._beyond(z.detach(), run.x, normal, gap)
+            # Beyond the hyperplane, from z and from x. The image's own projection pulls the next
+            # iterate towards it: small perturbations win.
+            x, z = run.x, z.detach()
+            gap_of_x = gap + (normal * (x - z)).flatten(1).sum(1)
+            points, normals = torch.cat([z, x]), torch.cat([normal, normal])
+            delta = to_hyperplane(points, normals, torch.cat([gap, gap_of_x]), self.threat)
+            of_z, of_x = divisor(self.threat.size(delta), SHORTEST).chunk(2)
+            alpha = (of_z / (of_z + of_x)).clamp_max(ALPHA)
+            beyond_z, beyond_x = (points + ETA * delta).chunk(2)
+            mixed = scale(beyond_z, 1 - alpha) + scale(beyond_x, alpha)
+            run.x_adv = mixed.clamp(*self.threat.bounds)
             with torch.no_grad():
                 wrong = scores(defense, run.x_adv, run.generator, self.draws).argmax(-1) != run.y
             inside = wrong & (self.threat.distance(run.x_adv, run.x) <= self.threat.eps)
@@ -112,18 +120,6 @@ class FAB(Attack):
                 break
             run.x_adv = choose(wrong, run.x + BETA * (run.x_adv - run.x), run.x_adv)
         return x_adv, found
-
-    def _beyond(self, z: Tensor, x: Tensor, normal: Tensor, gap: Tensor) -> Tensor:
-        """Return images [b, …] beyond a hyperplane that has the gap [b] at z, from z and x."""
-        # The image's own projection pulls the next iterate towards it: small perturbations win.
-        gap_of_x = gap + (normal * (x - z)).flatten(1).sum(1)
-        points, normals = torch.cat([z, x]), torch.cat([normal, normal])
-        delta = to_hyperplane(points, normals, torch.cat([gap, gap_of_x]), self.threat)
-        of_z, of_x = divisor(self.threat.size(delta), SHORTEST).chunk(2)
-        alpha = (of_z / (of_z + of_x)).clamp_max(ALPHA)
-        beyond_z, beyond_x = (points + ETA * delta).chunk(2)
-        mixed = scale(beyond_z, 1 - alpha) + scale(beyond_x, alpha)
-        return mixed.clamp(*self.threat.bounds)
 
 
 @dataclass

@@ -4,7 +4,7 @@ import copy
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn, TypeGuard
+from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -15,6 +15,7 @@ from lightning_rob.defenses.copies import original
 
 # Pairs (convolution, BatchNorm) of module names, and the memory format of folded weights.
 Plan = tuple[list[tuple[str, str]], torch.memory_format]
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Tracing costs as much as several steps: each network's plan is kept with the settings it is for.
 _plans: WeakKeyDictionary[nn.Module, tuple[list[Any], Plan]] = WeakKeyDictionary()
 _unfoldable: WeakSet[nn.Module] = WeakSet()  # networks whose forward was not the traced one
@@ -37,29 +38,25 @@ class _Pair:
     def conv_forward(self, x: Tensor) -> Tensor:
         out = self.convolve(x)
         if not torch.compiler.is_compiling():
-            self.check_done()
+            self.check(self.result is None)
             self.result = out
         return out
 
     def norm_forward(self, x: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():
-            if x is not self.result:
-                self.fail()
+            self.check(x is self.result)
             self.result = None
         return x
 
-    def check_done(self) -> None:
-        """Raise FoldingError if the convolution was called without its BatchNorm."""
-        if self.result is not None:
-            self.fail()
-
-    def fail(self) -> NoReturn:
-        self.result = None
-        _unfoldable.add(original(self.net))
-        raise FoldingError(
-            f"the forward of {type(self.net).__name__} calls other layers than before: "
-            "its BatchNorm is left as it is from now on"
-        )
+    def check(self, in_turn: bool) -> None:
+        """Raise FoldingError unless convolution and BatchNorm are called in turn."""
+        if not in_turn:
+            self.result = None
+            _unfoldable.add(original(self.net))
+            raise FoldingError(
+                f"the forward of {type(self.net).__name__} calls other layers than before: "
+                "its BatchNorm is left as it is from now on"
+            )
 
 
 @contextmanager
@@ -82,10 +79,19 @@ def folded(nets: Iterable[nn.Module]) -> Iterator[None]:
         owners = Counter(module for net in nets for module in set(net.modules()))
         for net in nets:
             modules = list(net.modules())
-            fixed, customized = any(map(_is_fixed, modules)), any(map(_is_customized, modules))
-            if original(net) in _unfoldable or customized or not fixed:
+            # hooks, or a forward of the instance as folding itself sets
+            custom = any(
+                "forward" in part.__dict__ or any(getattr(part, name) for name in HOOKS)
+                for part in modules
+            )
+            if original(net) in _unfoldable or custom or not any(map(_is_fixed, modules)):
                 continue
-            pairs, layout = _plan(net)
+            # Traced again only where a module or a setting has changed.
+            own = original(net)
+            settings = [(id(original(part)), _settings(part)) for part in modules]
+            if own not in _plans or _plans[own][0] != settings:
+                _plans[own] = settings, _trace(net)
+            pairs, layout = _plans[own][1]
             for conv_name, norm_name in pairs:
                 conv, norm = net.get_submodule(conv_name), net.get_submodule(norm_name)
                 # A layer that is used elsewhere too would be folded there as well.
@@ -93,11 +99,18 @@ def folded(nets: Iterable[nn.Module]) -> Iterator[None]:
                     continue
                 if type(conv) is nn.Conv2d and _is_fixed(norm):
                     undo.append((conv, dict(conv._parameters), norm))
-                    _fold(conv, norm, layout)
+                    bn: Any = norm  # its statistics are not None
+                    merged = fuse_conv_bn_weights(
+                        *(conv.weight, conv.bias, bn.running_mean, bn.running_var),
+                        *(bn.eps, bn.weight, bn.bias),
+                    )
+                    weight, bias = (part.detach() for part in merged)
+                    weight = nn.Parameter(weight.to(memory_format=layout), False)
+                    conv._parameters |= {"weight": weight, "bias": nn.Parameter(bias, False)}
                     pairs_of.append(_Pair(net, conv, norm))
         yield
         for pair in pairs_of:
-            pair.check_done()
+            pair.check(pair.result is None)
     finally:
         for conv, weights, norm in reversed(undo):
             conv._parameters.update(weights)
@@ -105,40 +118,9 @@ def folded(nets: Iterable[nn.Module]) -> Iterator[None]:
             norm.__dict__.pop("forward", None)
 
 
-def _fold(conv: nn.Conv2d, norm: nn.BatchNorm2d, layout: torch.memory_format) -> None:
-    assert norm.running_mean is not None
-    assert norm.running_var is not None
-    weight, bias = fuse_conv_bn_weights(
-        conv.weight,
-        conv.bias,
-        norm.running_mean,
-        norm.running_var,
-        norm.eps,
-        norm.weight,
-        norm.bias,
-    )
-    conv._parameters["weight"] = nn.Parameter(weight.detach().to(memory_format=layout), False)
-    conv._parameters["bias"] = nn.Parameter(bias.detach(), False)
-
-
-def _is_customized(module: nn.Module) -> bool:
-    """Whether a module has hooks, or a forward of the instance as folding itself sets."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return "forward" in module.__dict__ or any(getattr(module, name) for name in hooks)
-
-
 def _is_fixed(module: nn.Module) -> TypeGuard[nn.BatchNorm2d]:
     """Whether a layer is a BatchNorm2d that is affine: it normalises by stored statistics."""
     return type(module) is nn.BatchNorm2d and module.track_running_stats and not module.training
-
-
-def _plan(net: nn.Module) -> Plan:
-    """Return the layers to fold; trace again only where a module or a setting has changed."""
-    settings = [(id(original(module)), _settings(module)) for module in net.modules()]
-    own = original(net)
-    if own not in _plans or _plans[own][0] != settings:
-        _plans[own] = settings, _trace(net)
-    return _plans[own][1]
 
 
 def _settings(module: nn.Module) -> list[tuple[str, Any]]:
@@ -168,15 +150,12 @@ def _trace(net: nn.Module) -> Plan:
             nodes = torch.fx.symbolic_trace(copy.deepcopy(net).eval()).graph.nodes
     except Exception:  # a user's forward may raise anything when its input is a tracer's proxy
         return [], torch.contiguous_format
-    names = {str(getattr(node.target, "__name__", node.target)) for node in nodes}
+    called = {str(getattr(node.target, "__name__", node.target)) for node in nodes}
     # Convolutions are faster in channels_last, but `view` fails on such an output.
-    views = bool(names & {"view", "view_as", "as_strided"})
+    views = bool(called & {"view", "view_as", "as_strided"})
     layout = torch.contiguous_format if views else torch.channels_last
-    return list(_pairs(nodes)), layout
-
-
-def _pairs(nodes: Iterable[torch.fx.Node]) -> Iterator[tuple[str, str]]:
-    """Yield convolutions whose only user is a BatchNorm; both called once, weights not read."""
+    # Convolutions whose only user is a BatchNorm; both are called once, their weights not read.
+    pairs = []
     calls = [node for node in nodes if node.op == "call_module"]
     read = {str(node.target).rpartition(".")[0] for node in nodes if node.op == "get_attr"}
     targets = [str(node.target) for node in calls]
@@ -186,4 +165,5 @@ def _pairs(nodes: Iterable[torch.fx.Node]) -> Iterator[tuple[str, str]]:
             continue
         names = str(conv.target), str(norm.target)
         if all(targets.count(name) == 1 and name not in read for name in names):
-            yield names
+            pairs.append(names)
+    return pairs, layout

@@ -37,11 +37,7 @@ class Foreign(Attack):
         run: function of a network, images [B, C, H, W] and labels [B] that returns images.
         minimal: whether it searches the smallest perturbation: images beyond the ball then count
             as failures and are returned unchanged; otherwise they are an error.
-        draws: draws of a random defense for one prediction; None as many as the defense takes.
 
-    Raises:
-        ValueError: when called, images of another shape, beyond the bounds, or beyond the ball
-            without `minimal`.
     """
 
     batch_dependent: ClassVar[bool] = True
@@ -99,8 +95,7 @@ class ScoreNetwork(nn.Module):
         super().train(False)
 
     def train(self, mode: bool = True) -> "ScoreNetwork":
-        """Stay in eval mode: training mode would change the network's statistics."""
-        return self
+        return self  # in eval mode: training mode would change the network's statistics
 
     def forward(self, x: Tensor) -> Tensor:
         if x.requires_grad and torch.is_grad_enabled():

@@ -20,30 +20,25 @@ from lightning_rob.threat import Threat
 
 @dataclass(frozen=True)
 class GMSA(Attack):
-    """Greedy model space attack (Chen et al. 2022, Algorithm 2) and, without memory, FPA.
+    """Greedy model space attack (Chen et al. 2022, Algorithm 2); without memory FPA, Algorithm 1.
 
-    (FPA is Algorithm 1.) In round i the attacker attacks all models collected in earlier rounds,
-    F(0) … F(i), lets a rehearsal of the defense adapt to the perturbed images, which gives F(i+1),
-    and evaluates F(i+1) on them. The attack returns the images with the lowest rehearsed accuracy,
-    among equals those with the largest mean cross-entropy, which decides rounds of one image. F(0)
-    is the defense in its current state. Rehearsals draw from the attacker's generator, never from
-    the defender's.
-
-    Line 5 of the algorithm takes the largest loss L; the authors' code counts errors. Here errors
-    decide first and the cross-entropy second, for every objective of the inner attack.
+    In round i the attacker attacks all models collected in earlier rounds, F(0) … F(i), lets a
+    rehearsal of the defense adapt to the perturbed images, which gives F(i+1), and evaluates F(i+1)
+    on them. The attack returns the images with the lowest rehearsed accuracy, among equals those
+    with the largest mean cross-entropy: line 5 of the algorithm takes the largest loss, the
+    authors' code counts errors. F(0) is the defense in its current state. Rehearsals draw from the
+    attacker's generator, never from the defender's.
 
     The inner attack's objective combines the models: `expected_ce` is GMSA-AVG, `worst_ce` is
-    GMSA-MIN. Models run one after the other: beyond their weights, memory does not grow with their
-    number.
+    GMSA-MIN, for which the steps of PGD grow with the number of models. Models run one after the
+    other: beyond their weights, memory does not grow with their number.
 
     Args:
         inner: the attack on the collected models; in the paper a PGD that keeps its best iterate.
         rounds: T + 1, the number of rehearsals on attacked images.
-        memory: attack all models collected in earlier rounds; False is FPA, which attacks the last.
-        steps_per_model: multiply the steps of each PGD in `inner` by the number of models; None
-            does so, as in the paper, where its objective is a minimum over models.
+        memory: attack all models collected in earlier rounds; False attacks the last.
         from_clean: rehearse on the clean images first, and return those if all others are worse:
-            one more adaptation. Algorithms 1 and 2 choose among attacked images only.
+            one more adaptation. The algorithms choose among attacked images only.
     """
 
     batch_dependent: ClassVar[bool] = True
@@ -53,7 +48,6 @@ class GMSA(Attack):
     inner: Attack
     rounds: int = 10
     memory: bool = True
-    steps_per_model: bool | None = None
     from_clean: bool = True
 
     def __post_init__(self) -> None:
@@ -67,29 +61,24 @@ class GMSA(Attack):
         models, x_best, best_score = [defense.adapted_model], x, (-1.0, 0.0)
         if self.from_clean:
             _, best_score = self._rehearse(defense, x, y, generator)
+
+        def grown(part: Attack) -> dict[str, Any]:
+            # As in the paper, more steps where the least of more models decides.
+            if is_pgd(part) and reduction_of(part.objective) == "min":
+                return {"steps": part.steps * len(attacked)}
+            return {}
+
         for _ in range(self.rounds):
             # An error of 1 cannot grow; on clean images it may be luck, and the attack goes on.
             if best_score[0] == 1 and x_best is not x:
                 break
             attacked = models if self.memory else models[-1:]
-            x_adv = self._with_steps_for(len(attacked))(Mixture(attacked), x, y, generator)
+            x_adv = map_attacks(self.inner, grown)(Mixture(attacked), x, y, generator)
             model, score = self._rehearse(defense, x_adv, y, generator)
             if score > best_score or (score == best_score and x_best is x):
                 x_best, best_score = x_adv, score
             models.append(model)
         return x_best
-
-    def _with_steps_for(self, models: int) -> Attack:
-        """Return the inner attack with its steps multiplied by the number of models, if wanted."""
-
-        def multiply(part: Attack) -> dict[str, Any]:
-            if not is_pgd(part):
-                return {}
-            minimum = reduction_of(part.objective) == "min"
-            wanted = minimum if self.steps_per_model is None else self.steps_per_model
-            return {"steps": part.steps * models} if wanted else {}
-
-        return map_attacks(self.inner, multiply)
 
     @staticmethod
     def _rehearse(

@@ -114,13 +114,7 @@ def draw_gradients(
 ) -> Tensor:
     """Return the gradients of single draws of a random defense, drawn as in a step of PGD.
 
-    Args:
-        x: [B, C, H, W] images.
-        y: [B] their labels.
-        draws: n, the number of draws.
-
-    Returns:
-        [n, B, C, H, W].
+    Of images [B, C, H, W] with labels [B] and n draws they are [n, B, C, H, W].
     """
     gradients: list[Tensor] = []
     with attacking(defense) as defense, backward(defense) if backward else nullcontext():

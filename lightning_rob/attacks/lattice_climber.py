@@ -169,14 +169,8 @@ class LatticeClimber(Attack):
     ) -> None:
         """Look for images that fool all wanted members [M, B].
 
-        Args:
-            defense: the ensemble.
-            x: [B, …] images.
-            y: [B] labels.
-            generator: source of the images' noise.
-            climb: what has been found, and takes what is found here.
-            wanted: [M, B] members; images without any are left alone.
-            classes: [B] predictions to aim at from the clean images; None is the runner-up.
+        The search begins at the clean images and aims at classes [B]; without classes it begins at
+        the best images so far, and aims at the runner-up of each step.
         """
         rows = wanted.any(0).nonzero()[:, 0]
         if not len(rows):
@@ -215,14 +209,9 @@ class LatticeClimber(Attack):
     def _moved(
         self, delta: Tensor, gaps: Tensor, gradients: Tensor, x: Tensor, done: float
     ) -> Tensor:
-        """Return perturbations [b, …] one step on.
+        """Return perturbations [b, …] one step on, of which a share is done.
 
-        Args:
-            delta: [b, …] the perturbations.
-            gaps: [m, b] leads of the true class, -inf for members that are not wanted.
-            gradients: [m, b, …] of the gaps.
-            x: [b, …] the images.
-            done: share of the steps that have been taken.
+        The gaps [m, b] are leads of the true class, -inf for members that are not wanted.
         """
         eps = self.threat.eps
         slopes = torch.stack([self.threat.dual(gradient) for gradient in gradients])

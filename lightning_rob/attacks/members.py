@@ -18,11 +18,7 @@ from lightning_rob.threat import Threat
 
 @dataclass(frozen=True)
 class OnMember(AttackDecorator):
-    """Attack one member alone, whichever member predicts (PGD-1 and C&W-1).
-
-    Raises:
-        ValueError: a negative member; when called, a member that the defense does not have.
-    """
+    """Attack one member alone, whichever member predicts (PGD-1 and C&W-1)."""
 
     member: int = 0
     strategies = Attack.strategies  # the attack sees one member, and that has no members to mix
@@ -46,7 +42,6 @@ class RandomMember(AttackDecorator):
     """
 
     def strategies(self, defense: Defense) -> list[tuple[float, Attack]]:
-        """Return one strategy for each member of positive probability, with this probability."""
         probs = enumerate(defense.weights.tolist())
         return [(p, OnMember(self.attack, i)) for i, p in probs if p > 0]
 
@@ -70,9 +65,6 @@ class Strongest(Attack):
 
     Attacks run in turn, each only on images that may still be predicted right; the earlier attack
     wins ties. On a random defense a single draw decides, and the choice itself is noisy.
-
-    Raises:
-        TypeError: when called on a defense that adapts to the whole batch.
     """
 
     attacks: tuple[Attack, ...]

@@ -31,8 +31,7 @@ class MinimalNorm(AttackDecorator):
     Args:
         attack: PGD or APGD; with `early_stop` it costs less and often finds an image closer than
             the radius.
-        radii: number of radii. Where the attack never fails at a radius that suffices, the result
-            is at most eps / 2^(radii - 1) from the smallest one at which it succeeds.
+        radii: number of radii: the error is eps / 2^(radii - 1) where the attack never fails.
 
     Raises:
         TypeError: an attack that cannot take a radius for each image; when called, a random
@@ -68,31 +67,33 @@ class MinimalNorm(AttackDecorator):
             kind = type(defense).__name__
             raise TypeError(f"MinimalNorm is for fixed classifiers, not for {kind}")
         x_adv, y, eps = x.clone(), y.long(), self.threat.eps
+        if not eps:
+            return x_adv
+        unit = self.attack.rescaled(1.0)  # its lengths become shares of each radius
+        old = unit.threat
         everyone = Search(positions(x), x, y, derived(generator, 0), *x.new_zeros((2, len(x))))
         run = everyone.select(~_is_fooled(defense, x, everyone))
         run.high = run.high + eps
-        for number in range(self.radii if eps else 0):
+        for number in range(self.radii):
             if not len(run):
                 break
             radius = (run.low + run.high) / 2 if number else run.high
             noise = derived(run.generator, number + 1)
-            found = self._within(radius).perturb(defense, run.x, run.y, noise)
+            threat = ThreatPerImage(old.norm, old.eps, old.bounds, old.relative, radii=radius)
+            within: Attack = replace(unit, threat=threat)  # type: ignore[type-var]
+            found = within.perturb(defense, run.x, run.y, noise)
             fooled = _is_fooled(defense, found, run)
             distance = self.threat.distance(found, run.x).masked_fill(~fooled, torch.inf)
             # At the full radius all are kept: there the result is the attack's own.
             kept = distance < run.high if number else torch.ones_like(fooled)
             x_adv[run.index[kept]] = found[kept]
-            run.narrow(radius, distance)
+            run.low = torch.where(distance.isinf(), radius, run.low)
+            run.high = torch.minimum(run.high, distance)
+            # an image closer than a radius without success: the attack had failed there
+            run.low = run.low.masked_fill(run.low >= run.high, 0)
             # Images that survive the full radius have no smaller one: they keep their result.
             run = run if number else run.select(fooled)
         return x_adv
-
-    def _within(self, radius: Tensor) -> Attack:
-        """Return the attack within radii [b], one for each image."""
-        unit = self.attack.rescaled(1.0)  # its lengths become shares of each radius
-        old = unit.threat
-        threat = ThreatPerImage(old.norm, old.eps, old.bounds, old.relative, radii=radius)
-        return replace(unit, threat=threat)  # type: ignore[type-var]
 
 
 @dataclass
@@ -101,13 +102,6 @@ class Search(ActiveBatch):
 
     low: Tensor  # [b] the largest radii without success; 0 before the first
     high: Tensor  # [b] the distances of the best images
-
-    def narrow(self, radius: Tensor, distance: Tensor) -> None:
-        """Take in the distances [b] of the images found within radii [b]; infinite without one."""
-        self.low = torch.where(distance.isinf(), radius, self.low)
-        self.high = torch.minimum(self.high, distance)
-        # an image closer than a radius without success: the attack had failed there
-        self.low = self.low.masked_fill(self.low >= self.high, 0)
 
 
 @torch.no_grad()

@@ -69,8 +69,6 @@ class AggMo(AttackOptimizer):
       boosting.
     - "paper": v as in "steepest"; the step is the mean of v, up to 1 / (1 - m) step sizes long.
 
-    The RT authors' code is for linf and takes signs; the steepest direction extends it to any norm.
-
     Args:
         momentum: one coefficient in [0, 1] for each velocity; `aggmo(B)` returns those of the
             papers. With 1, usual in MI-FGSM, a velocity is the sum of all gradients so far.
@@ -87,7 +85,11 @@ class AggMo(AttackOptimizer):
             raise ValueError(f"variant must be of {get_args(Variant)}, got {self.variant!r}")
 
     def init(self, threat: Threat) -> StepRule:
-        own = {"gradients": _clamped, "normalized": _unit}
+        def clamped(gradient: Tensor) -> Tensor:
+            bound = gradient.shape[1:].numel() ** -0.5
+            return gradient.clamp(-bound, bound)
+
+        own = {"gradients": clamped, "normalized": _unit}
         accumulated = own.get(self.variant, threat.steepest)
         direction = torch.clone if self.variant == "paper" else threat.steepest
         if not any(self.momentum) and self.variant != "gradients":
@@ -160,12 +162,6 @@ class Adam(AttackOptimizer):
             return scale(step, 1 / threat.size(torch.ones_like(step))), (mean, root)
 
         return StepRule(update, (torch.zeros(()), torch.zeros(())))
-
-
-def _clamped(gradient: Tensor) -> Tensor:
-    """Clamp each of an image's d entries to +-1 / sqrt(d)."""
-    bound = gradient.shape[1:].numel() ** -0.5
-    return gradient.clamp(-bound, bound)
 
 
 def _unit(gradient: Tensor) -> Tensor:

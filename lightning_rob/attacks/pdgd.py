@@ -37,20 +37,15 @@ class PDGD(Attack):
     the gradient includes that of the norm (PDGD); for linf each step of Adam on softplus(-m) is
     followed by the proximal operator of w0 / w1 ||delta||_inf in Adam's metric (PDPGD).
 
-    At the end the smallest perturbation found is projected to smaller radii, by bisection, which
-    the papers do not do. It is then projected into the ball: with a huge eps it is returned
-    unchanged. Images that the objective counts as fooled are returned unchanged. On an ensemble the
-    mean must succeed: some members stay correct.
-
-    On very large logits the first gradients fill Adam's running mean of squares, and the pull of
-    the norm counts for little: before a hyperplane with logits up to 7e5, l2 perturbations were up
-    to 1.3 times too long. Use DDN there, whose steps do not depend on the size of the logits.
+    At the end the smallest perturbation found is moved back towards the boundary by a bisection of
+    eight forward passes, which the papers do not do, and projected into the ball: with a huge eps
+    it is returned unchanged, as are images that the objective counts as fooled. On an ensemble the
+    mean must succeed: some members stay correct. On very large logits the norm counts for little:
+    use DDN there.
 
     Args:
         threat: the ball and the bounds; linf or l2.
-        steps: number of steps, each of one forward and one backward pass, before eight forward
-            passes for the projections; the step sizes fall with the share of the steps that is
-            done. Where logits are small the direction converges slowly.
+        steps: number of steps, each of one forward and one backward pass.
         step_size: step size of Adam, in pixel units: the length of the first step at each pixel.
         objective: the objective that must become positive: `expected_margin`, or `linear` (the
             margin of the mean logits); they are equal on a single network.
@@ -91,7 +86,10 @@ class PDGD(Attack):
             run.descend(at, self.threat, self.step_size * LAST_STEP ** (step / self.steps))
             # The dual player starts with long steps, which find the right order of magnitude.
             left = 1 - step / max(self.steps - 1, 1)
-            run.weigh(value, LAST_DUAL_STEP + (DUAL_STEP - LAST_DUAL_STEP) * left)
+            dual_step = LAST_DUAL_STEP + (DUAL_STEP - LAST_DUAL_STEP) * left
+            moved = run.log_ratio - dual_step * value.sign()
+            run.log_ratio = moved.clamp(-LARGEST_RATIO, LARGEST_RATIO)
+            run.w0 = AVERAGE * run.w0 + (1 - AVERAGE) * (-run.log_ratio).sigmoid()
         shorten(defense, run, best, self.threat, self.objective)
         return brought_inside(best.x_adv, x, self.threat)
 
@@ -140,13 +138,11 @@ class Descent(ActiveBatch):
         root = root + guard(root, 1e-8)
         step = self.mean / root * (step_size / (1 - 0.9**self.count))
         self.x_adv = (self.x_adv - step).clamp(*threat.bounds)
-        if threat.p == math.inf:
-            self.x_adv = self._shrunk(root, threat, step_size)
-
-    def _shrunk(self, root: Tensor, threat: Threat, step_size: float) -> Tensor:
-        """Return the images after the proximal operator in the metric of Adam's root [b, …]."""
-        # It minimises w0 / w1 ||delta||_inf + |delta - target|^2 / 2, weighted by root / step size,
-        # by proximal gradient steps (Melchior et al. 2019).
+        if threat.p == 2:
+            return
+        # The proximal operator in the metric of Adam's root: it minimises
+        # w0 / w1 ||delta||_inf + |delta - target|^2 / 2, weighted by root / step size, by proximal
+        # gradient steps (Melchior et al. 2019).
         largest, target = root.flatten(1).amax(1), self.x_adv - self.x
         weight, metric = self.w0 / (1 - self.w0) * step_size / largest, scale(root, 1 / largest)
         delta, moving = target, torch.ones_like(weight, dtype=torch.bool)
@@ -155,13 +151,7 @@ class Descent(ActiveBatch):
             shrunk = choose(moving, threat.confine(shrunk, self.x), delta)
             change = (shrunk - delta).flatten(1).norm(dim=1)
             delta, moving = shrunk, change > PROXIMAL_CHANGE * shrunk.flatten(1).norm(dim=1)
-        return threat.apply(delta, self.x)
-
-    def weigh(self, value: Tensor, step_size: float) -> None:
-        """Move the weights by the sign of the objective's value [b] before the last step."""
-        moved = self.log_ratio - step_size * value.sign()
-        self.log_ratio = moved.clamp(-LARGEST_RATIO, LARGEST_RATIO)
-        self.w0 = AVERAGE * self.w0 + (1 - AVERAGE) * (-self.log_ratio).sigmoid()
+        self.x_adv = threat.apply(delta, self.x)
 
 
 def shrink_largest(delta: Tensor, weight: Tensor) -> Tensor:

@@ -32,33 +32,26 @@ from lightning_rob.threat import Length, Threat, choose, scale
 class PGD(Attack):
     """Projected gradient ascent on any objective (Madry et al. 2018).
 
-    FGSM is one step of size eps without random start. BIM is PGD without random start. Adaptive PGD
+    FGSM is one step of size eps without random start, BIM is PGD without random start. Adaptive PGD
     and EoT are the default objective on an ensemble or a random defense. Momentum is
-    `momentum=[0.9]` (similar to MI-FGSM, but it accumulates steepest directions instead of
-    gradients of unit 1-norm), AggMo (Lucas et al. 2019) is `momentum=[0, 0.9, 0.99]`.
+    `momentum=[0.9]`, AggMo (Lucas et al. 2019) is `momentum=[0, 0.9, 0.99]`; see `AggMo`.
 
     Args:
         step_size: length of a step in pixel units, images span [0, 1]; for a relative threat, as a
             share of the image's norm.
         objective: the objective to maximise, one of `lightning_rob.objectives`.
-        draws: how often a random defense is drawn per step; None for as often as for a prediction.
         restarts: number of runs from fresh random starts; each image keeps its best run by the
             objective.
         keep_best: keep each image's best iterate, the image itself included, not its last one.
-        momentum: one coefficient m per velocity, v <- m v + steepest(gradient); the step is the
-            mean of the velocities' steepest directions. Short for `AggMo(momentum)`.
+        momentum: one coefficient for each velocity, short for `AggMo(momentum)`.
         backward: a context such as SGM, LinBP or InsideBounds, or several, entered in turn with the
             defense.
         ascent: another optimizer of `lightning_rob.attacks.optimizers`, instead of momentum.
         early_stop: return an image as soon as the defense misclassifies it with certainty; it then
             costs no further passes and no restarts. Never raises the accuracy of the attacked
             defense, up to rounding, which depends on the batch size. It may raise that of other
-            defenses: leave it out of TAA, OnMember and GMSA. On a GPU each step waits for the
-            previous one.
-
-    Raises:
-        TypeError: when called with `early_stop` on a random defense, or on a mixture with an
-            objective that pools its parts.
+            defenses: leave it out of TAA, OnMember and GMSA. A TypeError where one evaluation does
+            not show it. On a GPU each step waits for the previous one.
     """
 
     lengths: ClassVar[tuple[str, ...]] = ("step_size",)
@@ -92,7 +85,6 @@ class PGD(Attack):
         return self.early_stop
 
     def is_made_for(self, suite_kind: str, rule: Rule) -> bool:
-        """Return whether it follows the rule's loss, or is EoT on the linear loss, smoothed."""
         if suite_kind == "ensemble":
             return self.objective in (ce_of_rule(rule), margin_of_rule(rule))
         smoothed = len(self.momentum) > 1 or self.ascent is not None

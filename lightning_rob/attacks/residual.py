@@ -3,7 +3,7 @@
 import copy
 import inspect
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ RELUS = (F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_")
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 LAYER_FUNCTIONS = (F.linear, F.conv1d, F.conv2d, F.conv3d)
 SHAPE_QUERIES = (getattr, operator.getitem, operator.eq)
+Forward = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -28,14 +29,9 @@ class Branch:
 
     block: "Block"  # the block whose graph contains the branch
     entry: fx.Node  # the node where branch and skip connection separate
-    body: list[fx.Node]  # the branch's nodes, in order
+    body: list[fx.Node]  # the branch's nodes, in order; only the addition uses the last one
     addition: fx.Node  # the node where they meet again
     unchanged: bool  # whether the skip connection is the identity
-
-    @property
-    def end(self) -> fx.Node:
-        """The body's last node, used by the addition only."""
-        return self.body[-1]
 
 
 class Block:
@@ -119,8 +115,23 @@ def _ancestors(node: fx.Node) -> set[fx.Node]:
 def residual_blocks(defense: nn.Module) -> list[list[Block]]:
     """Return the residual blocks of each of a defense's networks, in the order of its layers."""
     known: dict[nn.Module, Block] = {}
-    networks = list(dict.fromkeys(foldable_networks(defense))) or [defense]
-    found = [_blocks(net, known) for net in networks]
+    networks, found = list(dict.fromkeys(foldable_networks(defense))) or [defense], []
+    for net in networks:
+        modules = list(net.modules())
+        stages = [part for part in modules if isinstance(part, nn.Sequential | nn.ModuleList)]
+        first = {next(iter(stage)) for stage in stages if len(stage)}
+        for module in reversed(modules):  # inner modules first: the smallest one is the block
+            library = type(module).__module__.startswith(("torch.nn", "torch.jit"))
+            if module in known or library or isinstance(module, Defense):
+                continue
+            unary = len(inspect.signature(type(module).forward).parameters) == 2  # self and x
+            if not unary or not any(isinstance(part, LAYERS) for part in module.modules()):
+                continue
+            if graph := _graph(module, known):
+                block = Block(module, graph, module in first)
+                if block.branches:
+                    known[module] = block
+        found.append([known[module] for module in modules if module in known])
     if not known:
         names = ", ".join(sorted({type(net).__name__ for net in networks}))
         raise TypeError(
@@ -128,24 +139,6 @@ def residual_blocks(defense: nn.Module) -> list[list[Block]]:
             "leave them out"
         )
     return found
-
-
-def _blocks(net: nn.Module, known: dict[nn.Module, Block]) -> list[Block]:
-    modules = list(net.modules())
-    stages = [part for part in modules if isinstance(part, nn.Sequential | nn.ModuleList)]
-    first = {next(iter(stage)) for stage in stages if len(stage)}
-    for module in reversed(modules):  # inner modules first: the smallest one is the block
-        library = type(module).__module__.startswith(("torch.nn", "torch.jit"))
-        if module in known or library or isinstance(module, Defense):
-            continue
-        unary = len(inspect.signature(type(module).forward).parameters) == 2  # self and x
-        if not unary or not any(isinstance(part, LAYERS) for part in module.modules()):
-            continue
-        if graph := _graph(module, known):
-            block = Block(module, graph, module in first)
-            if block.branches:
-                known[module] = block
-    return [known[module] for module in modules if module in known]
 
 
 def _graph(module: nn.Module, known: dict[nn.Module, Block]) -> fx.Graph | None:
@@ -156,7 +149,12 @@ def _graph(module: nn.Module, known: dict[nn.Module, Block]) -> fx.Graph | None:
         graph = fx.Graph()
         graph.output(graph.graph_copy(running.graph, {}))
         return graph
-    tracer = _Tracer(known)
+
+    class Tracer(fx.Tracer):  # into all modules but torch's own layers and known blocks
+        def is_leaf_module(self, m: nn.Module, module_qualified_name: str = "") -> bool:
+            return m in known or super().is_leaf_module(m, module_qualified_name)
+
+    tracer = Tracer()
     kept = [part for name, part in module.named_modules() if name and tracer.is_leaf_module(part)]
     memo = {id(part): part for part in (*kept, *module.parameters(), *module.buffers())}
     try:
@@ -172,27 +170,15 @@ def _graph(module: nn.Module, known: dict[nn.Module, Block]) -> fx.Graph | None:
     return graph
 
 
-class _Tracer(fx.Tracer):
-    """Trace into all modules but torch's own layers and known blocks."""
-
-    def __init__(self, known: dict[nn.Module, Block]) -> None:
-        super().__init__()
-        self.known = known
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str = "") -> bool:
-        return m in self.known or super().is_leaf_module(m, module_qualified_name)
-
-
 @contextmanager
-def running(blocks: Iterable[Block]) -> Iterator[None]:
-    """Run modules by their blocks' graphs inside this context."""
-    before = [(block.module, block.module.__dict__.get("forward")) for block in blocks]
+def replaced(forwards: Mapping[nn.Module, Forward]) -> Iterator[None]:
+    """Give modules another forward inside this context."""
+    before = [(module, module.__dict__.get("forward")) for module in forwards]
     try:
-        for block in blocks:
-            block.module.__dict__["forward"] = block.forward
+        for module, forward in forwards.items():
+            module.__dict__["forward"] = forward
         yield
     finally:
-        for module, forward in before:
+        for module, own in before:
             module.__dict__.pop("forward", None)
-            if forward is not None:
-                module.__dict__["forward"] = forward
+            module.__dict__.update({"forward": own} if own else {})

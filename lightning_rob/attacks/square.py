@@ -44,12 +44,7 @@ class Square(Attack):
     Args:
         threat: the ball and the bounds; linf or l2.
         p: share of the image in the first windows.
-        draws: how often a random defense is drawn for a query; None for as often as for a
-            prediction.
 
-    Raises:
-        ValueError: a count below 1, a share outside (0, 1], a norm other than linf and l2; when
-            called, images that are not [B, C, H, W].
     """
 
     knowledge: ClassVar[str] = "the predictions"
@@ -211,16 +206,13 @@ def _normalized(window: Tensor) -> Tensor:
 @cache
 def pyramids(side: int) -> Tensor:
     """Return the change of an l2 window: a pyramid above an inverted one (eqs. 2 and 3)."""
-    upper, lower = (_pyramid(height, side) for height in (side // 2, side - side // 2))
-    return torch.cat([upper, -lower]) / (2.0 if side > 1 else 1.0) ** 0.5
-
-
-def _pyramid(height: int, width: int) -> Tensor:
-    """Return values [height, width] of norm 1 that fall from ring to ring around the middle."""
-    rows, columns = ((torch.arange(n) - n // 2).abs() for n in (height, width))
-    rings = torch.maximum(rows[:, None], columns[None, :])
-    # A pixel of ring k has the sum of 1 / j^2 from j = k to the outermost ring.
-    steps = 1 / torch.arange(1.0, max(height, width) // 2 + 2) ** 2
-    values = steps.flip(0).cumsum(0).flip(0)[rings]
-    norm: Tensor = torch.linalg.vector_norm(values)
-    return values / norm.clamp_min(GUARD)
+    halves = []
+    for height in (side // 2, side - side // 2):
+        rows, columns = ((torch.arange(n) - n // 2).abs() for n in (height, side))
+        rings = torch.maximum(rows[:, None], columns[None, :])
+        # A pixel of ring k has the sum of 1 / j^2 from j = k to the outermost ring.
+        steps = 1 / torch.arange(1.0, side // 2 + 2) ** 2
+        values = steps.flip(0).cumsum(0).flip(0)[rings]
+        norm: Tensor = torch.linalg.vector_norm(values)
+        halves.append(values / norm.clamp_min(GUARD))
+    return torch.cat([halves[0], -halves[1]]) / (2.0 if side > 1 else 1.0) ** 0.5

@@ -1,6 +1,5 @@
 """Attacks that climb towards wrong classes: towards a runner-up, or to high confidence."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,6 +10,7 @@ from lightning_rob.attacks.gradient import ObjectiveGradient
 from lightning_rob.attacks.pgd import PGD, better, is_pgd
 from lightning_rob.defenses import Defense
 from lightning_rob.objectives import (
+    Loss,
     TargetedMargin,
     check_logits,
     confident,
@@ -35,9 +35,6 @@ class Targeted(AttackDecorator):
             image: 1 is the most probable. Several ranks are attacked in turn, and per image the
             best result by the attack's own objective is kept.
 
-    Raises:
-        ValueError: no rank or one below 1, an objective that is a minimum over models, or
-            `early_stop`; when called, fewer wrong classes than the largest rank.
     """
 
     attack: PGD
@@ -73,7 +70,14 @@ class Targeted(AttackDecorator):
         away = replace(
             self.attack, objective=lambda logits, weights, y: -objective(logits, weights, y)
         )
-        targets = self._wrong_classes(defense, x, y, generator)
+        with torch.no_grad():
+            logits, weights = defense.sample_logits(x, generator, self.attack.draws)
+        check_logits(logits, y)
+        # as logarithms, which still rank probabilities that round to zero
+        scores = log_mean_probs(logits.float() if logits.itemsize < 4 else logits, weights)
+        if (wrong := scores.shape[1] - 1) < max(self.ranks):
+            raise ValueError(f"rank must be 1 … {wrong} of {wrong + 1} classes, got {self.rank}")
+        targets = wrong_classes(scores, y)
         x_best, best_value = x, x.new_full((len(x),), -torch.inf)
         for rank in self.ranks:
             x_adv = away.perturb(defense, x, targets[:, rank - 1], generator)
@@ -83,19 +87,6 @@ class Targeted(AttackDecorator):
                 value = own.value(defense, x_adv, y, generator, check=True)
             x_best, best_value = better(x_best, best_value, x_adv, value.to(best_value))
         return x_best
-
-    @torch.no_grad()
-    def _wrong_classes(
-        self, defense: Defense, x: Tensor, y: Tensor, generator: Generator
-    ) -> Tensor:
-        """Return each image's wrong classes [B, K - 1], the most probable first."""
-        logits, weights = defense.sample_logits(x, generator, self.attack.draws)
-        check_logits(logits, y)
-        # as logarithms, which still rank probabilities that round to zero
-        scores = log_mean_probs(logits.float() if logits.itemsize < 4 else logits, weights)
-        if (wrong := scores.shape[1] - 1) < max(self.ranks):
-            raise ValueError(f"rank must be 1 … {wrong} of {wrong + 1} classes, got {self.rank}")
-        return wrong_classes(scores, y)
 
 
 def wrong_classes(scores: Tensor, y: Tensor) -> Tensor:
@@ -142,20 +133,17 @@ class HighConfidence(AttackDecorator):
         x_best, best_confidence = x, self._confidence(defense, x, y, generator)
         with torch.no_grad():
             logits, _ = defense.sample_logits(x, generator, self.attack.draws)
-        for run in self._runs(logits.shape[-1]):
+        reduction, classes = reduction_of(self.attack.objective) or "mean", logits.shape[-1]
+        margin: Loss = worst_margin if reduction == "min" else expected_margin
+        count = classes - 1 if self.targeted is None else min(self.targeted, classes - 1)
+        objectives = [margin] * self.untargeted
+        objectives += [TargetedMargin(offset, reduction) for offset in range(1, count + 1)]
+        for objective in objectives:
+            run = replace(self.attack, objective=objective)
             x_adv = run.perturb(defense, x, y, generator)
             confidence = self._confidence(defense, x_adv, y, generator)
             x_best, best_confidence = better(x_best, best_confidence, x_adv, confidence)
         return x_best
-
-    def _runs(self, classes: int) -> Iterator[PGD]:
-        reduction = reduction_of(self.attack.objective)
-        margin = worst_margin if reduction == "min" else expected_margin
-        for _ in range(self.untargeted):
-            yield replace(self.attack, objective=margin)
-        count = classes - 1 if self.targeted is None else min(self.targeted, classes - 1)
-        for offset in range(1, count + 1):
-            yield replace(self.attack, objective=TargetedMargin(offset, reduction or "mean"))
 
     @torch.no_grad()
     def _confidence(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:

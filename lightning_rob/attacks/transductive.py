@@ -56,7 +56,6 @@ class _AdaptsToEveryBatch(Defense):
 
     @property
     def foldable_networks(self) -> list[nn.Module]:
-        """Raise TypeError: adapting copies the network, and a copy must have its BatchNorm."""
         raise TypeError("an adapting defense copies its network: it has to stay as it is")
 
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
@@ -74,9 +73,6 @@ class PartialBatchAttack(AttackDecorator):
     Args:
         clean: the share in [0, 1] of the batch that is z, its first images.
         natural: the perturbation of z, such as `CommonCorruption`; None leaves z unchanged.
-
-    Raises:
-        TypeError: an attack that rehearses the whole round.
     """
 
     batch_dependent: ClassVar[bool] = True
@@ -102,7 +98,7 @@ class PartialBatchAttack(AttackDecorator):
         return Threat("linf", high - low, bounds)
 
     def is_clean(self, y: Tensor) -> Tensor:
-        """Return the mask [B] of the images that are z, for labels [B]."""
+        """Return which images [B] are z, for labels [B]."""
         return torch.arange(len(y), device=y.device) < round(self.clean * len(y))
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:

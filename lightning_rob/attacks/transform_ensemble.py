@@ -33,9 +33,8 @@ class TAA(Attack):
     x_adv = x + undo(inner(t(x)) - t(x)): the inner attack sees the target's network and images as
     this network sees them, and the perturbation found is carried back. Pixels that a shift has lost
     keep their value, so ball and bounds are those of the inner attack. Perturbations of pixels that
-    a shift has filled in cannot be carried back; they are hidden from the network. Otherwise
-    DeepFool, which stops at the boundary, would fool one digit in seven instead of all. A
-    transformation that cannot be undone but has a gradient is attacked through.
+    a shift has filled in cannot be carried back, and are hidden from the network. A transformation
+    that cannot be undone but has a gradient is attacked through.
 
     Args:
         inner: the attack on the target; its threat is the threat of TAA.
@@ -46,7 +45,6 @@ class TAA(Attack):
     Raises:
         TypeError: when called on a defense that is no `TransformEnsemble`, or with a target that
             can neither be undone nor has a gradient.
-        ValueError: when called with a target that does not exist.
     """
 
     made_for: ClassVar[tuple[str, ...]] = ("transformed",)
@@ -71,19 +69,14 @@ class TAA(Attack):
 class OnDifferentiable(AttackDecorator):
     """Attack the members that have a gradient, all at once and through their transformations.
 
-    Args:
-        attack: an attack such as PGD on `expected_ce` or `ce_of_mean_probs`.
-
     Raises:
-        TypeError: when called on a defense that is no `TransformEnsemble`, or on one without such
-            members.
+        TypeError: when called on a defense that is no `TransformEnsemble`, or lacks such members.
     """
 
     made_for: ClassVar[tuple[str, ...]] = ("transformed",)
     knowledge: ClassVar[str] = "the sub-models that have a gradient"
 
     def strategies(self, defense: Defense) -> list[tuple[float, Attack]]:
-        """Return the inner attack's strategies against the members with a gradient."""
         return super().strategies(self._part(defense))
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
@@ -104,20 +97,12 @@ class PAA(Attack):
     """Attack all sub-models and aggregate (Liao et al. 2020, Algorithm 3, "PAA").
 
     The candidates are the members that can be undone or have a gradient. In each round every
-    remaining candidate is attacked at the iterate x_adv in its own space, as by `TAA`, and the
-    iterate moves by the aggregate of the perturbations found. Candidates that x_adv fools before
-    this move are left out of all later rounds. As in the algorithm, an image is returned as it is
-    before the move that
-
-    - would leave the bound on its dissimilarity ||x_adv - x||_2 / ||x||_2; or
-    - would follow an x_adv that fools all remaining candidates. This move is never made, so an
-      image that all candidates already misclassify is returned unchanged.
-
-    The paper bounds the mean dissimilarity of a set of images instead: with `mean_bound` all images
-    of a batch stop before the move that would take their mean beyond it. The result of an image
-    then depends on its batch: attack the whole set in one. `max_dissimilarity` still holds for each
-    image, as the threat. An image also stops after ten rounds in a row without progress, since
-    attacks that take turns at undoing each other would never end.
+    remaining candidate is attacked at the iterate in its own space, as by `TAA`, and the iterate
+    moves by the aggregate of the perturbations found. Candidates that the iterate fools before this
+    move are left out of all later rounds. An image is returned as it is before the move that would
+    leave the bound on its dissimilarity ||x_adv - x||_2 / ||x||_2, or that would follow an iterate
+    that fools all candidates: one that all misclassify as it is stays as it is. An image also stops
+    after ten rounds in a row without progress, for attacks may take turns at undoing each other.
 
     Args:
         inner: the attack on each candidate, around the iterate: its eps is that of one round. If
@@ -131,13 +116,12 @@ class PAA(Attack):
         rounds: the largest number of moves; None is unlimited.
         project_last: also try the move that leaves the bound, projected back onto it, and keep it
             where it leaves fewer of all members correct. The algorithm does not.
-        mean_bound: the bound on the batch's mean dissimilarity, images that have stopped included;
-            below `max_dissimilarity`. None is no such bound.
+        mean_bound: the paper's bound on the mean dissimilarity of a set, below `max_dissimilarity`:
+            all images of a batch stop before the move that would leave it. Attack the whole set in
+            one batch. None is no such bound.
 
     Raises:
-        ValueError: an unknown aggregate, a negative bound, no rounds, a `mean_bound` that the bound
-            on each image makes void, or combined with `project_last`; when called with a ranking
-            of members that are no candidates, or that repeats one.
+        ValueError: when called with a ranking of members that are no candidates, or repeat one.
         TypeError: when called on a defense that is no `TransformEnsemble`, or has no candidates.
     """
 
@@ -182,14 +166,17 @@ class PAA(Attack):
         if norm is not None and norm_order(norm) != 2:
             raise ValueError(f"PAA bounds the l2 dissimilarity: its norm cannot be {norm!r}")
         # The inner attack, of one round, stays the same.
-        mean = self.mean_bound
-        if mean is not None:
-            mean *= eps / self.max_dissimilarity
+        mean = self.mean_bound and self.mean_bound * (eps / self.max_dissimilarity)
         return replace(self, max_dissimilarity=eps, mean_bound=mean)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         ensemble = transformation_ensemble(defense, self)
-        members = self._candidates(ensemble)
+        found, members = attackable(ensemble), [ensemble.place(name) for name in self.ranking or ()]
+        for rank, i in enumerate(members):
+            if i not in found or i in members[:rank]:
+                why = "twice" if i in found else "it can neither be undone nor has a gradient"
+                raise ValueError(f"ranking must be of the candidates: {ensemble.names[i]}, {why}")
+        members += [i for i in found if i not in members]
         x_adv, index = x.clone(), positions(x)
         remaining = torch.ones(len(x), len(members), dtype=torch.bool, device=x.device)
         start = (x, remaining, x.new_zeros(len(x)), torch.zeros_like(index))
@@ -200,7 +187,12 @@ class PAA(Attack):
             active, correct = active.select(correct.any(1)), correct[correct.any(1)]
             if not len(active):
                 break
-            added = self._perturbations(ensemble, members, active, turn)
+            # The perturbations of each candidate, zero where it is fooled.
+            added = active.x.new_zeros(len(members), *active.x.shape)
+            for rank, member, rows, part in active.against(members):
+                noise = part.noise(2 * turn, member)
+                tried = attack_member(self.inner, ensemble, member, part.x_adv, part.y, noise)
+                added[rank, rows] = tried - part.x_adv
             step = AGGREGATES[self.aggregate](added, active.remaining)
             moved = self.threat.apply(step, active.x_adv)
             inside = self.threat.distance(moved, active.x) <= self.max_dissimilarity
@@ -218,27 +210,6 @@ class PAA(Attack):
             x_adv[active.index] = active.x_adv
             active = active.select(active.stalled < PATIENCE)
         return x_adv
-
-    def _candidates(self, ensemble: TransformEnsemble) -> list[int]:
-        """Return the members that are attacked, by their ranks."""
-        found = attackable(ensemble)
-        ranked = [ensemble.place(name) for name in self.ranking or ()]
-        for rank, i in enumerate(ranked):
-            if i not in found or i in ranked[:rank]:
-                why = "twice" if i in found else "it can neither be undone nor has a gradient"
-                raise ValueError(f"ranking must be of the candidates: {ensemble.names[i]}, {why}")
-        return ranked + [i for i in found if i not in ranked]
-
-    def _perturbations(
-        self, ensemble: TransformEnsemble, members: list[int], active: "Iterates", turn: int
-    ) -> Tensor:
-        """Return the perturbations [N, b, C, H, W] of each candidate, zero where it is fooled."""
-        added = active.x.new_zeros(len(members), *active.x.shape)
-        for rank, member, rows, part in active.against(members):
-            noise = part.noise(2 * turn, member)
-            x_adv = attack_member(self.inner, ensemble, member, part.x_adv, part.y, noise)
-            added[rank, rows] = x_adv - part.x_adv
-        return added
 
     @torch.no_grad()
     def _projected(
@@ -346,12 +317,9 @@ def attack_member(
 def with_vote_counts(ensemble: TransformEnsemble) -> TransformEnsemble:
     """Return the ensemble with a rule that counts the members' votes for each class: [B, K]."""
     view = ensemble.part(range(len(ensemble.members)))
-    view.rule = _count_votes
+    # Weights of one give whole numbers: ties are exact.
+    view.rule = lambda logits, weights: random_member(logits, torch.ones_like(weights))
     return view
-
-
-def _count_votes(logits: Tensor, weights: Tensor) -> Tensor:
-    return random_member(logits, torch.ones_like(weights))  # whole numbers: ties are exact
 
 
 def ranking_weights(candidates: int) -> Tensor:

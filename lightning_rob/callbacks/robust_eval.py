@@ -253,7 +253,7 @@ class RobustEval(EvaluationCallback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for evaluation in self.evaluations:
-            evaluation.evaluator.store.delete()
+            evaluation.evaluator.store.log.delete()
 
     def on_test_end(self, trainer: Trainer, pl_module: Any) -> None:
         self.on_validation_end(trainer, pl_module)

@@ -28,15 +28,11 @@ class Looks:
     bound is above the truth with a probability of at most `failure`. Half of it is the last
     look's, which hard images need; the looks before, each after half as many draws, share the rest.
 
-    Args:
-        draws: n, the draws of the last look.
-        failure: probability with which some bound may be above the truth.
-        early: look before the last draw.
     """
 
-    draws: int
-    failure: float
-    early: bool = True
+    draws: int  # n, of the last look
+    failure: float  # the probability with which some bound may be above the truth
+    early: bool = True  # look before the last draw
 
     @property
     def schedule(self) -> list[tuple[int, float]]:
@@ -54,9 +50,7 @@ class Looks:
     ) -> NDArray[np.bool_]:
         """Return which images [B] more draws can help beyond one of the wanted bounds [R].
 
-        Args:
-            right: votes [B] of `draws` for the chosen class.
-            lower: the best bounds [B] so far.
+        Of the draws so far `right` [B] were for the chosen class, with `lower` [B] the best bound.
         """
         best = lower_bound(right + self.draws - draws, self.draws, self.schedule[-1][1])
         # Giving up too early costs power alone, not soundness.

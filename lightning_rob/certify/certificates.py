@@ -21,22 +21,17 @@ DIGITS = 10**6  # radii in files are rounded down to multiples of 1 / DIGITS
 class Certificates:
     """Certified l2 radii of N images by rising index; see `certify`.
 
-    Args:
-        prediction: class of each image [N]; -1 where no class has more than half of the votes with
-            certainty, and the prediction abstains.
-        draws: draws [N] that were taken, those that choose the class among them.
-        probability: lower bound [N] of the probability of the class's votes.
-        radius: certified radius [N] in pixel units, 0 where the prediction abstains.
-        details: sigma, failure and the other settings.
+    The prediction abstains, by class -1, where no class has more than half of the votes with
+    certainty.
     """
 
     index: Tensor
     label: Tensor
     prediction: Tensor
-    draws: Tensor
-    probability: Tensor
-    radius: Tensor
-    details: Mapping[str, Any] = field(default_factory=dict)
+    draws: Tensor  # [N] that were taken, those that choose the class among them
+    probability: Tensor  # [N] lower bound of the probability of the class's votes
+    radius: Tensor  # [N] certified radius in pixel units, 0 where the prediction abstains
+    details: Mapping[str, Any] = field(default_factory=dict)  # sigma and the other settings
 
     def per_image(self, radius: float) -> Tensor:
         """Return which images [N] are predicted right everywhere within a radius, as 0 or 1."""

@@ -55,19 +55,15 @@ def certify(
     and `sampling_error`, which is subtracted from each bound. It is assumed that the model's
     prediction on a copy does not depend on the copies beside it.
 
+    Other arguments are those of `evaluate`.
+
     Args:
         model: a `Smoothing`; or a defense, a module with one or a network, with `sigma`.
-        batches: images in [0, 1] with labels, as of `evaluate`.
         sigma: standard deviation of the noise in pixel units.
         draws: n, the most draws that bound a probability.
         failure: probability that the radius of an image is too large.
         radii: radii to decide: an image takes no more draws once they cannot certify more of them.
             Such looks share `failure`. None takes all draws of each image, for the largest radius.
-        seed: seed of the noise, and of the choice of `max_images`.
-        max_images: images to certify, a random choice by the seed; None takes all.
-        group_size: images whose draws go through the model together.
-        unpack: function of a batch that returns images, labels and perhaps indices.
-        preprocess: function that is applied to noisy images before a plain network.
 
     Raises:
         ValueError: no sigma or two of them, a failure outside (0, 1), negative radii, a model that

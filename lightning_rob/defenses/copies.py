@@ -145,13 +145,10 @@ def _parts(value: Any) -> Any:
 
 def _is_bound(module: nn.Module) -> bool:
     """Whether code outside of Python refers to the very object, or its weights do not exist yet."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return True
-    if module.__dict__.get("_compiled_call_impl") is not None:  # by `module.compile()`
-        return True
-    # Not by isinstance: to import the class loads all of the compiler.
+    # Not imported: the class loads all of the compiler. The attribute is set by `module.compile()`.
     compiler = sys.modules.get("torch._dynamo.eval_frame")
-    if compiler is not None and isinstance(module, compiler.OptimizedModule):
+    kinds = (torch.jit.ScriptModule, *([compiler.OptimizedModule] if compiler else []))
+    if isinstance(module, kinds) or module.__dict__.get("_compiled_call_impl") is not None:
         return True
     tensors = (*module._parameters.values(), *module._buffers.values())
     return any(tensor is not None and is_lazy(tensor) for tensor in tensors)

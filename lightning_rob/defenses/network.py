@@ -32,10 +32,13 @@ def network_logits(net: nn.Module, x: Tensor) -> Tensor:
     logits = logits_in(net(given))
     if counted and given._version != version:
         raise ValueError(CHANGES_INPUT)
-    if not isinstance(logits, Tensor):
-        raise TypeError(_what_is_wanted(net, x, logits))
-    if logits.dim() != 2 or len(logits) != len(x) or not logits.is_floating_point():
-        raise ValueError(_what_is_wanted(net, x, logits))
+    tensor = isinstance(logits, Tensor)
+    if not tensor or logits.dim() != 2 or len(logits) != len(x) or not logits.is_floating_point():
+        raise (ValueError if tensor else TypeError)(
+            f"{type(net).__name__} returned {_described(logits)} for {len(x)} images, but logits "
+            f"[B, K] are wanted, here a floating-point tensor [{len(x)}, K], alone or as `logits` "
+            "of an object or dict: wrap the network in a module whose forward returns them"
+        )
     check_classes(logits.shape[1])
     return logits.float() if logits.itemsize < 4 else logits
 
@@ -56,14 +59,6 @@ def _dtype(net: nn.Module, default: torch.dtype) -> torch.dtype:
                 if tensor is not None and tensor.is_floating_point():
                     return tensor.dtype
     return default
-
-
-def _what_is_wanted(net: nn.Module, x: Tensor, output: Any) -> str:
-    return (
-        f"{type(net).__name__} returned {_described(output)} for {len(x)} images, but logits "
-        f"[B, K] are wanted, here a floating-point tensor [{len(x)}, K], alone or as `logits` of "
-        "an object or dict: wrap the network in a module whose forward returns them"
-    )
 
 
 def _described(output: Any) -> str:

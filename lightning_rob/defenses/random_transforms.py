@@ -45,8 +45,6 @@ class RandomTransforms(Defense):
             them: apply transforms with a p other than 0 and 1 with probability 1/2, and take each
             transform `as_released`.
 
-    Raises:
-        FileNotFoundError: there is no such folder of approximations, or it lacks one.
     """
 
     resamples = True
@@ -124,10 +122,10 @@ class RandomTransforms(Defense):
         generator = generator.split(draws) if isinstance(generator, Streams) else generator
         order = self._orders(copies, len(x), generator)
         if torch.compiler.is_exporting():
-            return self._masked(copies, order, generator).view(draws, *x.shape)
-        if not len(copies):
-            return copies.view(draws, *x.shape)
-        return self._grouped(copies, order.cpu(), generator).view(draws, *x.shape)
+            copies = self._masked(copies, order, generator)
+        elif len(copies):
+            copies = self._grouped(copies, order.cpu(), generator)
+        return copies.view(draws, *x.shape)
 
     def _grouped(self, copies: Tensor, order: Tensor, generator: Generator) -> Tensor:
         """Transform copies [N, C, H, W]; those whose next transform is the same go together."""

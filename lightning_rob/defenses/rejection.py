@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from lightning_rob.defenses.base import Defense
 from lightning_rob.defenses.per_image import PerImageValues
 from lightning_rob.randomness import Generator
-from lightning_rob.rules import Rule, abstains, mean_probs, rejected_share
+from lightning_rob.rules import abstains, mean_probs, rejected_share
 
 
 class AcceptedClasses(Defense):
@@ -21,7 +21,14 @@ class AcceptedClasses(Defense):
     def __init__(self, defense: Defense, labels: int | PerImageValues) -> None:
         super().__init__(defense.weights, defense.rule)
         if abstains(defense.rule):
-            self.rule = _never_abstaining(defense.rule)
+
+            def decided(logits: Tensor, weights: Tensor) -> Tensor:
+                # The most probable class takes the place of a rejection.
+                predictions = defense.rule(logits, weights)
+                rejected = rejected_share(predictions, None, True)
+                return predictions + rejected[:, None] * mean_probs(logits, weights)
+
+            self.rule = decided
         self.defense = defense
         self.labels = labels
         self.transforms = dict(defense.transforms)
@@ -155,14 +162,3 @@ class _OfAcceptedClasses(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         logits = torch.as_tensor(self.net(x))
         return self.seen(logits[None], logits.new_ones(1))[0]
-
-
-def _never_abstaining(rule: Rule) -> Rule:
-    """Return the rule with rejection replaced by the most probable class."""
-
-    def decided(logits: Tensor, weights: Tensor) -> Tensor:
-        predictions = rule(logits, weights)
-        rejected = rejected_share(predictions, None, True)
-        return predictions + rejected[:, None] * mean_probs(logits, weights)
-
-    return decided

@@ -60,17 +60,15 @@ class RMC(Transductive):
     D' is the training set with attacked copies. The K images of D' whose features are nearest to
     those of the test image train the network before it predicts; some of the very nearest
     validate. After each prediction the network is calibrated on clean images drawn at random.
-    Weights and the optimizer's moments are carried on from image to image.
-
-    The paper has batches of one image. A larger batch trains on the neighbours of all its images.
+    Weights and the optimizer's moments are carried on from image to image. The paper has batches of
+    one image; a larger batch trains on the neighbours of all its images.
 
     Args:
         net: [B, C, H, W] -> [B, K] logits, the static model; its features define the neighbours.
         attack: makes the copies, (defense, x, y, generator) -> x_adv: on MNIST PGD of 100 steps of
             0.01 within linf 0.3, on CIFAR-10 40 of 1/255 within 8/255, keeping the best; None
             leaves them clean.
-        copies: attacked copies of the training set in D': the paper has 1 for MNIST (D' is twice
-            as large as the training set), 4 for CIFAR-10.
+        copies: attacked copies of the training set in D': in the paper 1, for CIFAR-10 4.
         neighbours: K, at least 5: of the nearest fifth a quarter validates.
         epochs: largest number of passes over the neighbours.
         optimizer: parameters -> optimizer; None is the paper's for MNIST, Adam of rate 2e-4 (for
@@ -85,9 +83,6 @@ class RMC(Transductive):
         layer: name of the module whose input are the features; None is the last linear layer.
         seed: seed of D', which is shared by all adaptations.
         cache: folder that keeps D' for other runs; None keeps it while the process runs.
-
-    Raises:
-        ValueError: a number out of range; when adapting, fewer images in D' than neighbours.
     """
 
     def __init__(
@@ -170,12 +165,29 @@ class RMC(Transductive):
             optimizer.load_state_dict(copy.deepcopy(self.moments))
         x, y = images.gather(train, device)
         unseen = images.gather(held_out, device)
-        set_memory_format(net, x[:1])
+        if device.type == "cpu":
+            # It saves 10 to 30 % of the time with convolutions and changes rounding only. A
+            # network that views its activations fails in it.
+            try:
+                with torch.no_grad():
+                    network_logits(net.eval().to(memory_format=torch.channels_last), x[:1])
+            except RuntimeError:
+                net.to(memory_format=torch.contiguous_format)
         losses: list[tuple[float, float]] = []
         for _ in self.progress(range(self.epochs), "RMC", None):
-            order = shuffled(len(train), self.batch_size, generator)
-            loss = train_epoch(net, optimizer, x, y, order)
-            losses.append((loss, mean_loss(net, *unseen, self.batch_size)))
+            net.train()
+            total = torch.zeros((), device=device)  # read once an epoch: each look waits for a GPU
+            for index in shuffled(len(train), self.batch_size, generator):
+                optimizer.zero_grad()
+                loss = cross_entropy(network_logits(net, x[index]), y[index])
+                torch.autograd.backward(loss)
+                optimizer.step()
+                total += loss.detach() * len(index)
+            net.eval()
+            with torch.no_grad():
+                parts = zip(*(torch.split(t, self.batch_size) for t in unseen), strict=True)
+                sums = [cross_entropy(network_logits(net, a), b, reduction="sum") for a, b in parts]
+            losses.append((float(total) / len(x), sum(map(float, sums)) / len(held_out)))
             if stops(losses, self.target_loss, self.patience, self.stop):
                 break
         optimizer.zero_grad()
@@ -202,47 +214,6 @@ def split(found: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     near = near[torch.randperm(len(near), generator=generator)]
     held_out = math.ceil(HELD_OUT * len(near))  # rounded up as released
     return torch.cat([near[held_out:], others]), near[:held_out]
-
-
-@torch.no_grad()
-def set_memory_format(net: nn.Module, x: Tensor) -> None:
-    """Change a network, in place, to the memory format in which a CPU trains fastest."""
-    if x.device.type != "cpu":
-        return
-    # It saves 10 to 30 % of the time with convolutions and changes rounding only. A network that
-    # views its activations fails in it.
-    try:
-        network_logits(net.eval().to(memory_format=torch.channels_last), x)
-    except RuntimeError:
-        net.to(memory_format=torch.contiguous_format)
-
-
-def train_epoch(
-    net: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    x: Tensor,
-    y: Tensor,
-    order: Sequence[Tensor],
-) -> float:
-    """Take a step on each batch of images [N, C, H, W] and labels [N]; return the mean loss."""
-    net.train()
-    total = torch.zeros((), device=x.device)  # read once an epoch: each look waits for a GPU
-    for index in order:
-        optimizer.zero_grad()
-        loss = cross_entropy(network_logits(net, x[index]), y[index])
-        torch.autograd.backward(loss)
-        optimizer.step()
-        total += loss.detach() * len(index)
-    return float(total) / len(x)
-
-
-@torch.no_grad()
-def mean_loss(net: nn.Module, x: Tensor, y: Tensor, size: int) -> float:
-    """Compute the loss on images [N, C, H, W], labels [N] in eval mode, `size` at a time."""
-    net.eval()
-    parts = zip(torch.split(x, size), torch.split(y, size), strict=True)
-    losses = (cross_entropy(network_logits(net, a), b, reduction="sum") for a, b in parts)
-    return sum(map(float, losses)) / len(x)
 
 
 @torch.no_grad()
@@ -298,9 +269,6 @@ class FeatureSet:
     y: Tensor  # [N] int64
     features: Tensor  # [N, F] float32
 
-    def __len__(self) -> int:
-        return len(self.y)
-
     def gather(self, index: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the images [B, C, H, W] and labels [B] at positions [B]."""
         return self.x[index].to(device), self.y[index].to(device)
@@ -311,8 +279,7 @@ class FeatureStore:
     """D' of RMC: the source images clean, then attacked, all with the features of a network.
 
     It is built at the first use, and again for a network of other weights. Each pass over the
-    source is augmented once, with fresh randomness. The arguments are those of `RMC`; without a
-    `cache` folder the files last as long as the process needs them.
+    source is augmented once. Without a `cache` folder the files last as long as the process.
     """
 
     attack: Attacker | None = None
@@ -350,10 +317,16 @@ class FeatureStore:
         self, network: str, source: Source, batches: Iterable[Sequence[Tensor]]
     ) -> FeatureSet:
         """Return the images and features from the cache, or write the batches there first."""
-        place = Path(self.cache) / f"rmc-{self._key(network, source)}" if self.cache else None
-        if place and place.is_dir():
-            return _read(place)
-        if place:
+        place = None
+        if self.cache:
+            some = torch.unique(torch.linspace(0, len(source) - 1, SAMPLED).long())
+            made_by = [self.attack, *self.augment]
+            check_describable(made_by)
+            numbers = [FORMAT, BATCH, self.copies, self.layer, self.seed, len(source)]
+            own = {"net": network, "made_by": made_by, "numbers": numbers}
+            place = Path(self.cache) / f"rmc-{cache_key(**own, images=source.gather(some))}"
+            if place.is_dir():
+                return _read(place)
             place.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(
             dir=place and place.parent, prefix="rmc-unfinished-", ignore_cleanup_errors=True
@@ -369,14 +342,6 @@ class FeatureStore:
                 if not place.is_dir():  # else another process has built the same files meanwhile
                     raise
         return _read(place)
-
-    def _key(self, network: str, source: Source) -> str:
-        """Return the name of the files in the cache, which needs describable arguments."""
-        some = torch.unique(torch.linspace(0, len(source) - 1, SAMPLED).long())
-        made_by = [self.attack, *self.augment]
-        check_describable(made_by)
-        numbers = [FORMAT, BATCH, self.copies, self.layer, self.seed, len(source)]
-        return cache_key(net=network, made_by=made_by, numbers=numbers, images=source.gather(some))
 
     def _batches(
         self, net: nn.Module, source: Source, device: torch.device, progress: Progress
@@ -396,8 +361,7 @@ class FeatureStore:
             yield x, y, features(net, x, self.layer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return itself: copies of a defense share the files."""
-        return self
+        return self  # copies of a defense share the files
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_last": None}

@@ -65,18 +65,14 @@ class Smoothing(Defense):
         rejects: class by which a network rejects an image; a defense has its own.
 
     Raises:
-        ValueError: a sigma that is not above 0, no draws, or a base that rejects by rows of zeros.
+        ValueError: a base that rejects by rows of zeros.
         TypeError: a base that adapts to the test batch, or that is smoothed itself.
     """
 
     resamples = True
 
     def __init__(
-        self,
-        base: nn.Module,
-        sigma: float = 0.25,
-        draws: int = 100,
-        rejects: int | None = None,
+        self, base: nn.Module, sigma: float = 0.25, draws: int = 100, rejects: int | None = None
     ) -> None:
         if not 0 < sigma < torch.inf:
             raise ValueError(f"sigma must be a positive deviation in pixel units, got {sigma}")

@@ -7,11 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import kl_div
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_rob.defenses.base import Defense, Single
-from lightning_rob.defenses.network import network_logits
 from lightning_rob.defenses.transductive import Augment, Retraining, SourceData, shuffled
 from lightning_rob.objectives import check_labels, cross_entropy
 from lightning_rob.randomness import Generator, Streams
@@ -25,10 +23,7 @@ class TADV(Retraining):
     """A network adversarially trained anew for each test batch (Chen et al. 2022).
 
     An attacker cannot know its weights beforehand: all of them are drawn from the defender's
-    private randomness. As in the authors' code it ignores the test batch, unless `use_batch`: a
-    step's loss is then, in addition, the `smoothness` of the network around `fraction * batch_size`
-    of the test images (UAT-OT, Uesato et al. 2019). That takes no labels, but the images are the
-    attacker's.
+    private randomness. As in the authors' code it ignores the test batch.
 
     Args:
         net: [B, C, H, W] -> [B, K] logits, the static model, and the architecture to be trained.
@@ -38,10 +33,8 @@ class TADV(Retraining):
         epochs: passes over the source; the paper has 100 for MNIST and 110 for CIFAR-10.
         fraction: fraction of each batch that is attacked, its last images; also their weight.
         optimizer: parameters -> optimizer; the default is the paper's for MNIST, Adam of rate 1e-3.
-        use_batch: learn from the test batch too.
 
     Raises:
-        ValueError: a count below 1, or a fraction outside (0, 1]; when adapting, no attack.
         TypeError: when adapting, a network whose weights cannot be drawn anew.
     """
 
@@ -56,14 +49,12 @@ class TADV(Retraining):
         optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = torch.optim.Adam,
         lr_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
         augment: Sequence[Augment] = (),
-        use_batch: bool = False,
         rule: Rule = mean_probs,
     ) -> None:
         super().__init__(net, source, epochs, batch_size, optimizer, lr_scheduler, augment, rule)
         check_fraction(fraction)
         self.attack = attack
         self.fraction = fraction
-        self.use_batch = use_batch
 
     def losses(
         self, net: nn.Module, x: Tensor, generator: torch.Generator
@@ -80,10 +71,6 @@ class TADV(Retraining):
             images, labels = self.source.gather(index, self.augment)
             batch = images.to(x), labels.to(x.device)
             loss = half_adversarial(Single(net), *batch, self.attack, self.fraction, generator)
-            if self.use_batch:
-                some = torch.randperm(len(x), generator=generator)
-                some = some[: math.ceil(self.fraction * self.batch_size)].to(x.device)
-                loss = loss + smoothness(net, x[some], self.attack, generator)
             yield loss, step % length == 0
 
 
@@ -113,15 +100,3 @@ def half_adversarial(
     losses = cross_entropy(logits, y)
     parts = ((1 - fraction, losses[:clean]), (fraction, losses[clean:]))
     return torch.stack([share * part.mean() for share, part in parts if len(part)]).sum()
-
-
-def smoothness(
-    net: nn.Module, x: Tensor, attack: TrainingAttack, generator: Generator = None
-) -> Tensor:
-    """Compute the mean KL(prediction on x || prediction on x_adv): UAT-OT of Uesato et al. 2019."""
-    with torch.no_grad():
-        # The attack is on the predicted class, where the paper's maximises the divergence.
-        target = network_logits(net.eval(), x).softmax(-1)
-    net.train()
-    x_adv = attack(Single(net), x, target.argmax(-1), generator)
-    return kl_div(network_logits(net, x_adv).log_softmax(-1), target, reduction="batchmean")

@@ -35,10 +35,7 @@ class TransformEnsemble(Defense):
     """
 
     def __init__(
-        self,
-        members: Iterable[nn.Module],
-        transforms: Transforms,
-        rule: Rule = mean_probs,
+        self, members: Iterable[nn.Module], transforms: Transforms, rule: Rule = mean_probs
     ) -> None:
         nets = nn.ModuleList(members)
         for net in nets:

@@ -34,9 +34,6 @@ class URejectron(Transductive):
         source_size: number of training images, drawn anew by each `adapt`; None takes all.
         source: the training images; their labels are not used.
 
-    Raises:
-        ValueError: tau outside [0, 1], or a count below 1; when adapting, a discriminator of
-            other than two classes.
     """
 
     def __init__(

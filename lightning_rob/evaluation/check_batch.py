@@ -28,17 +28,10 @@ class CheckTarget:
         self.bounds = bounds
         self.seed = seed
         self.kind = suite_kind(defense)
+        self.transductive = self.kind == "transductive"  # a batch is a round
+        # whether `forward` returns the exact expectation over the defense's randomness
+        self.exact = self.kind in ("single", "ensemble", "randomized")
         self.changed: set[str] = set()  # weights, buffers and attributes that a prediction changed
-
-    @property
-    def transductive(self) -> bool:
-        """Whether the defense adapts to the test batch, so that a batch is a round."""
-        return self.kind == "transductive"
-
-    @property
-    def exact(self) -> bool:
-        """Whether `forward` returns the exact expectation over the defense's randomness."""
-        return self.kind in ("single", "ensemble", "randomized")
 
     @property
     def differentiable_part(self) -> Defense | None:

@@ -124,21 +124,24 @@ def evaluate(
     require_packages(attacks.values())
     at_least(0, power=power)
     settings = EvaluationSettings(
-        seed,
-        repeats,
-        inferences,
-        private_draws,
-        max_images,
-        group_size,
-        protocol,
-        known_noise,
+        seed, repeats, inferences, private_draws, max_images, group_size, protocol, known_noise
     )
     rounds = settings.protocol_for(defense)
     details = {**settings.asdict(), "precision": evaluation_precision()}
     folder, device, count = None, device_of(defense), 0
     if resume is not None:
         size = None if rounds is None else rounds.size(batches)
-        folder = Path(resume) / _resume_key(defense, attacks, size, details)
+        if size is not None and defense.stateful:
+            raise ValueError("resume is not for a defense that keeps its state: run it in one go")
+        # All that the scores depend on, beside the images.
+        folder = Path(resume) / cache_key(
+            weights=fingerprint(defense),
+            attack_code=dict(attacks),
+            attacks={name: threat_model_card(attack) for name, attack in attacks.items()},
+            round=size,
+            versions=versions(),
+            **details,
+        )
     joint = rounds is not None
     store = PerImageResults((CLEAN, *attacks), settings.columns, device, folder, joint)
     images = len(batches.dataset) if serves_once(batches) else None  # type: ignore[attr-defined]
@@ -164,7 +167,7 @@ def evaluate(
     found = evaluator.result()
     check_indices(found.index, count)
     # A log that stays would be taken for that of an interrupted evaluation.
-    store.delete()
+    store.log.delete()
     warn_of(found.findings)
     return found
 
@@ -189,22 +192,6 @@ def as_defense(model: nn.Module, preprocess: Callable[[Tensor], Tensor] | None =
     if isinstance(preprocess, nn.Module):
         preprocess.to(device_of(model))
     return Single(model if preprocess is None else Preprocessed(preprocess, model))
-
-
-def _resume_key(
-    defense: Defense, attacks: Mapping[str, Attack], size: int | None, details: Mapping[str, Any]
-) -> str:
-    """Return a name for everything that the scores depend on, beside the images."""
-    if size is not None and defense.stateful:
-        raise ValueError("resume is not for a defense that keeps its state: run it in one go")
-    return cache_key(
-        weights=fingerprint(defense),
-        attack_code=dict(attacks),
-        attacks={name: threat_model_card(attack) for name, attack in attacks.items()},
-        round=size,
-        versions=versions(),
-        **details,
-    )
 
 
 def indexed_groups(

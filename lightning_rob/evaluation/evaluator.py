@@ -131,7 +131,7 @@ def check_names(attacks: Mapping[str, Attack]) -> None:
 
 
 def require_packages(attacks: Iterable[Attack]) -> None:
-    """Raise ModuleNotFoundError if an attack, or one inside it, needs a package that is missing."""
+    """Raise ModuleNotFoundError if an attack needs a package that is missing."""
     for attack in attacks:
         for part in walk(attack):
             part.require_package()
@@ -177,6 +177,8 @@ class Evaluator:
         self.attacks = dict(attacks)
         self.settings = settings or EvaluationSettings()
         self.protocol = self.settings.protocol_for(defense)
+        # Where predictions depend on the whole batch, batches are rounds.
+        self.joint = self.protocol is not None
         if store is None:
             names = (CLEAN, *self.attacks)
             store = PerImageResults(names, self.settings.columns, device_of(defense))
@@ -193,7 +195,7 @@ class Evaluator:
         self.findings: list[Finding] = []
         self.recovered: set[str] = set()  # attacks that took gradients just inside the bounds
         self.inside: Backward | None = None  # with which all attacks run from now on
-        self.seconds = dict.fromkeys(self.attacks, 0.0) | self.store.seconds()
+        self.seconds = {name: self.store.log.seconds.get(name, 0.0) for name in self.attacks}
         self.sessions: dict[tuple[str, int], AttackerDefenderSession] = {}
         self.bounds = next(iter(self.attacks.values())).threat.bounds
 
@@ -202,20 +204,11 @@ class Evaluator:
         """The working copy that is attacked and predicts."""
         return working_copy(self.defense)
 
-    @property
-    def joint(self) -> bool:
-        """Whether predictions depend on the whole batch, so that batches are rounds."""
-        return self.protocol is not None
-
     def score(self, x: Tensor, y: Tensor, index: Tensor, keep: bool = True) -> None:
         """Score a canonical group of images, or a round, clean and under every attack.
 
-        Args:
-            index: [B] the images' indices, by which all noise is keyed.
-            keep: keep the scores; otherwise only try that every attack runs.
-
-        Raises:
-            ValueError: images or labels out of range, or a network that changes its input.
+        All noise is keyed by the images' indices [B]. Unless the scores are to be kept, this only
+        tries that every attack runs.
         """
         check_images(x, self.bounds)
         # A network may write into its input, and then all scores are of other images.
@@ -223,7 +216,7 @@ class Evaluator:
         # A defense may be random on some images only, so that each group is looked at.
         if not self.joint:
             self.random = self.random or is_random(fresh(self.subject), x[:TRIED], index[:TRIED])
-        outcomes = self.store.cached(x, y, index)
+        outcomes = self.store.log.load(x, y, index)
         for name in self.attacks:
             if name in outcomes:
                 self.attacked(AttackedBatch(name, index, x, y))
@@ -234,7 +227,7 @@ class Evaluator:
             if self.joint:
                 clean = self._session(CLEAN).step(x, y, index, settings.inferences)[1]
             else:
-                noise = Streams.from_index(index, settings.seed, 0, 2)
+                noise = Streams.from_index(index, settings.seed, 0, PREDICT)
                 clean = predictions(fresh(self.subject), x, noise, settings.inferences)
             check_predictions(self.defense, clean, y)
             if not torch.equal(given, x):
@@ -246,7 +239,7 @@ class Evaluator:
             zeros = torch.zeros_like(right[:, 0])
             outcomes[CLEAN] = BatchOutcome(right, predicted, zeros, rejected, zeros - 1)
             if keep:
-                self.store.log_outcome(x, y, index, CLEAN, outcomes[CLEAN], 0.0)
+                self.store.log.add(x, y, index, CLEAN, outcomes[CLEAN], 0.0)
         for name, attack in self.attacks.items():
             if name in outcomes:
                 continue
@@ -255,13 +248,15 @@ class Evaluator:
             seconds = time.perf_counter() - began
             self.seconds[name] += seconds
             if keep:
-                self.store.log_outcome(x, y, index, name, outcomes[name], seconds)
-        if settings.known_noise and KNOWN not in outcomes and self._draws:
+                self.store.log.add(x, y, index, name, outcomes[name], seconds)
+        # Predictions may be random by noise, or by the choice of a member.
+        wanted = settings.known_noise and KNOWN not in outcomes
+        if wanted and (self.random or len(list(drawn_parts(self.subject))) > 1):
             began = time.perf_counter()
             outcomes[KNOWN] = self._with_known_noise(x, y, index, outcomes)
             if keep:
                 seconds = time.perf_counter() - began
-                self.store.log_outcome(x, y, index, KNOWN, outcomes[KNOWN], seconds)
+                self.store.log.add(x, y, index, KNOWN, outcomes[KNOWN], seconds)
         if keep:
             known = outcomes[KNOWN].scores[:, 0] if KNOWN in outcomes else None
             self.store.add_batch(x, y, index, [outcomes[name] for name in names], known)
@@ -316,11 +311,6 @@ class Evaluator:
                 raise
             except Exception as error:  # the scores are worth something without the test
                 self.not_tested[name] = f"not tested: {type(error).__name__}: {error}"
-
-    @property
-    def _draws(self) -> bool:
-        """Whether predictions are random, by noise or by the choice of a member."""
-        return self.random or len(list(drawn_parts(self.subject))) > 1
 
     def _with_known_noise(
         self, x: Tensor, y: Tensor, index: Tensor, outcomes: Mapping[str, BatchOutcome]
@@ -383,13 +373,13 @@ class Evaluator:
             self.recovered |= set(self.attacks)
 
     def _shares(self, found: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """The probabilities [B, R] of right predictions and of rejections in found [R, B, K]."""
+        """Return the probabilities [B, R] of right predictions and of rejections, of [R, B, K]."""
         right = torch.stack([robust_accuracy(one, y) for one in found], 1)
         defense = self.defense
         return right, rejected_share(found, defense.rejects, defense.abstains).T.to(right)
 
     def _session(self, name: str, repeat: int = 0) -> AttackerDefenderSession:
-        """The session of an attack, or of none: continued in rounds, new for each group."""
+        """Return the session of an attack, or of none: continued in rounds, new for each group."""
         if (name, repeat) in self.sessions:
             return self.sessions[name, repeat]
         attack = self.attacks.get(name) or NoAttack(next(iter(self.attacks.values())).threat)

@@ -22,6 +22,7 @@ from torch.utils.data import (
 
 from lightning_rob.attacks.base import check_label_type
 from lightning_rob.randomness import derive_seed, own_streams
+from lightning_rob.runtime.errors import at_least
 
 GROUP_SIZE = 128
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -29,17 +30,8 @@ Unpack = Callable[[Any], Any]
 
 
 def canonical_groups(positions: Tensor, size: int = GROUP_SIZE) -> list[Tensor]:
-    """Return the groups of images that are attacked together.
-
-    Args:
-        positions: [N] places in the data set, in any order.
-        size: images in a group; the last one may have fewer.
-
-    Returns:
-        The sorted positions, cut into groups.
-    """
-    if size < 1:
-        raise ValueError(f"group_size must be at least 1, got {size}")
+    """Return positions [N], in any order, sorted and cut into groups that are attacked together."""
+    at_least(1, group_size=size)
     return list(torch.split(positions.sort().values, size)) if len(positions) else []
 
 
@@ -154,10 +146,9 @@ def fetch(loader: Any, positions: Tensor | Sequence[int]) -> Any:
 
 
 def group_loader(loader: DataLoader[Any], groups: list[Tensor] | GroupQueue) -> Iterator[Any]:
-    """Yield these groups of a loader's data set, fetched by its workers.
+    """Yield groups of positions of a loader's data set, fetched by its workers.
 
-    Args:
-        groups: positions [n] of each group; of a queue, one worker fetches one group ahead.
+    Of a queue, one worker fetches one group ahead.
     """
     queued = isinstance(groups, GroupQueue)
     workers = min(loader.num_workers, 1 if queued else len(groups))

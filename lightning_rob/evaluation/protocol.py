@@ -12,6 +12,7 @@ from lightning_rob.defenses import Defense
 from lightning_rob.defenses.copies import fresh
 from lightning_rob.evaluation.groups import Unpack, fetch, unpacked
 from lightning_rob.randomness import Streams, generator_of, seeded_global_rng
+from lightning_rob.runtime.errors import at_least
 from lightning_rob.runtime.precision import in_float32
 
 # Keys of the noise for each purpose; they are part of every published figure.
@@ -28,16 +29,12 @@ class AttackerDefenderSession:
     rehearses: it adapts a copy of the defender of its own, with randomness of its own.
 
     Args:
-        defense: defender before the first round; it is not changed.
-        *keys: seed of the attack's noise: a seed, a repeat, a name.
+        *keys: seed of the attack's noise: a seed, a repeat, a name; the images' indices too.
         private: seed of the defender's randomness; None takes `keys`. Sessions that share it meet
             the same defender, so that their scores differ by the attacks alone.
         draws: number of defenders, each with randomness of its own, that predict the same
             perturbed batch.
         attacker_sees_state: attack the defender's current state, not the rehearsed one.
-
-    Raises:
-        ValueError: several defenders, and an attacker who sees the state of one.
     """
 
     def __init__(
@@ -64,25 +61,15 @@ class AttackerDefenderSession:
     def step(
         self, x: Tensor, y: Tensor, index: Tensor, inferences: int = 1
     ) -> tuple[Tensor, Tensor]:
-        """Attack one batch, let the defense adapt to it, and predict.
-
-        Args:
-            index: [B] the images' indices, by which all noise is keyed.
-            inferences: R, the number of predictions each defender makes of each perturbed image.
+        """Attack one batch, let the defense adapt to it, and predict R times, the inferences.
 
         Returns:
             The perturbed images [B, C, H, W], of the most probable strategy if the attack mixes
             several, and the probability of each class [draws * R, B, K], the mean over strategies.
-
-        Raises:
-            RuntimeError: the attack left its threat.
         """
         images, perturbed, expected = index.tolist(), [], []
         # Networks may draw noise from torch's global stream; adaptation is in full float32 too.
-        with (
-            seeded_global_rng(generator_of(*self.keys, GLOBAL, *images), x.device),
-            in_float32(),
-        ):
+        with seeded_global_rng(generator_of(*self.keys, GLOBAL, *images), x.device), in_float32():
             for turn, (share, attack) in enumerate(self.strategies):
                 defenders = self.defenders[turn]
                 seen = defenders[0] if self.attacker_sees_state else self.rehearsals[turn]
@@ -131,10 +118,7 @@ def predictions(defense: Defense, x: Tensor, noise: Streams, inferences: int = 1
     parts = [noise, *(noise.fold_in(again) for again in range(1, inferences))]
     own = generator_of(noise.batch_key, *noise.keys.tolist())
     with seeded_global_rng(own, x.device), evaluating(defense) as copied, torch.no_grad():
-        found = []
-        for part in parts:
-            found.append(copied(x, part))
-        return torch.stack(found)
+        return torch.stack([copied(x, part) for part in parts])
 
 
 def check_within(attack: Attack, x_adv: Tensor, x: Tensor) -> None:
@@ -170,8 +154,7 @@ class RoundProtocol:
     def __post_init__(self) -> None:
         if self.order not in ("natural", "by_label"):
             raise ValueError(f"order must be 'natural' or 'by_label', got {self.order!r}")
-        if self.images is not None and self.images < 1:
-            raise ValueError(f"images must be at least 1, got {self.images}")
+        at_least(1, images=self.images)
 
     def size(self, loader: Any) -> int:
         """Return the number of images in a round of this loader."""
@@ -190,10 +173,7 @@ class RoundProtocol:
     ) -> Iterator[tuple[Tensor, Any]]:
         """Yield the rounds of one process: positions, and the batch as the loader would collate it.
 
-        The images of a round do not depend on the number of processes.
-
-        Args:
-            order: [N] positions in the data set.
+        The images of a round, of positions [N], do not depend on the number of processes.
         """
         size = self.size(loader)
         for number in range(rank, -(-len(order) // size), world_size):
@@ -208,14 +188,7 @@ class RoundProtocol:
             yield positions, fetch(loader, positions)
 
     def check(self, loader: Any, images: int, processes: int) -> None:
-        """Check that processes can share the rounds, before any of them starts to wait.
-
-        A round is played by one process. The others would wait for it in the next collective, until
-        their time-out ends the run, hours into the attack.
-
-        Raises:
-            ValueError: one round and several processes.
-        """
+        """Raise ValueError for one round and several processes, before any starts to wait."""
         if processes > 1 and 0 < images <= self.size(loader):
             raise ValueError(
                 f"all {images} images make one round, which one of {processes} processes plays "
@@ -225,14 +198,9 @@ class RoundProtocol:
             )
 
     def describe(self, defense: Defense, images: int, processes: int = 1) -> dict[str, Any]:
-        """Return the protocol as a record has it.
-
-        Args:
-            processes: number of processes; each plays a sequence of its own.
-        """
+        """Return the protocol as a record has it; each process plays a sequence of its own."""
         described: dict[str, Any] = {"order": self.order, "images": images}
-        described["defender"] = "stateful" if defense.stateful else "stateless"
-        if defense.stateful:
-            sees = "sees its state" if self.attacker_sees_state else "rehearses its state"
-            described |= {"attacker": sees, "sequences": processes}
-        return described
+        if not defense.stateful:
+            return described | {"defender": "stateless"}
+        sees = "sees its state" if self.attacker_sees_state else "rehearses its state"
+        return described | {"defender": "stateful", "attacker": sees, "sequences": processes}

@@ -61,7 +61,12 @@ def write_result_file(
     if rows.known_noise is not None:
         columns["known_noise"] = numbers(rows.known_noise)
     columns["worst"] = numbers(worst)
-    columns["broken_by"] = [as_text(_broken_by(names, scores)) for scores in means.tolist()]
+    broken_by = []  # the attack with the lowest score; "clean" for an image wrong without one
+    for scores in means.tolist():
+        lowest = min(scores)
+        broke = names[scores.index(lowest)] if lowest < scores[0] else ""
+        broken_by.append(as_text(broke if scores[0] > 0 else "clean"))
+    columns["broken_by"] = broken_by
     columns["draws"] = [draws] * len(means)
     columns["checksum"] = rows.checksum.tolist()
     write_table(path, columns | {name: list(values) for name, values in (more or {}).items()}, card)
@@ -77,14 +82,6 @@ def write_table(path: Path, columns: Mapping[str, list[Any]], card: Mapping[str,
     text = json.dumps(with_schema({"kind": "card", **card}), indent=1)
     atomic_write_text(path.with_suffix(".json"), text + "\n")
     atomic_write_text(path, table.getvalue())
-
-
-def _broken_by(names: Sequence[str], scores: Sequence[float]) -> str:
-    """Return the attack with the lowest score; "clean" where the image is wrong without one."""
-    if scores[0] <= 0:
-        return "clean"
-    lowest = min(scores)
-    return names[scores.index(lowest)] if lowest < scores[0] else ""
 
 
 @dataclass(frozen=True)

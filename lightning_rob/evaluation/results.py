@@ -190,7 +190,12 @@ class EvaluationResult:
             return
         most = int(classes.mode().values)
         share = float((classes == most).double().mean())
-        if share >= MOST_BROKEN and most >= 0 and self._lacks_only(most):
+        # A sample of this size should hold every class; classes count from 0 on.
+        seen = {*self.rows.label.tolist()}
+        others = max(*seen, most)  # without the one that is lacked
+        lacked = most not in seen and len(seen) > 1 and len(seen) >= 0.9 * others
+        enough = len(self.rows.label) >= FEWEST_OF_CLASS * len(seen)
+        if share >= MOST_BROKEN and most >= 0 and lacked and enough:
             yield Finding(
                 "warning",
                 f"{100 * share:.3g} % of the {len(classes)} images that {name} broke are predicted "
@@ -204,13 +209,6 @@ class EvaluationResult:
                 "only_one_class",
             )
 
-    def _lacks_only(self, lacked: int) -> bool:
-        """Whether no image has a class, though a sample of this size should hold every class."""
-        seen = {*self.rows.label.tolist()}
-        others = max(*seen, lacked)  # classes from 0 on, without the one that is lacked
-        enough = len(self.rows.label) >= FEWEST_OF_CLASS * len(seen)
-        return lacked not in seen and len(seen) > 1 and len(seen) >= 0.9 * others and enough
-
     def compare(self, first: str, second: str) -> Paired:
         """Compare two columns image by image: the second minus the first; see `metrics.paired`."""
         return paired(self.per_image(first), self.per_image(second))
@@ -223,9 +221,8 @@ class EvaluationResult:
         for a randomized ensemble, and else the unbiased estimate from R >= n inferences.
 
         Raises:
-            ValueError: of a defense that predicts at random, fewer inferences than submissions or
-                scores between right and wrong; or a defense that adapts, whose predictions of a
-                round are not independent.
+            ValueError: fewer inferences than submissions or scores between right and wrong; or a
+                defense that adapts, whose predictions of a round are not independent.
         """
         if self.joint:
             raise ValueError("resubmitted is for defenses that do not adapt")
@@ -267,14 +264,11 @@ class EvaluationResult:
     def distances(self, name: str) -> Tensor:
         """Return how far each image [N] had to be moved until the defense was always wrong.
 
-        From one run of an attack of smallest norm (`PDGD`, `DDN`, `MinimalNorm`, `CW`,
-        `DeepFool`) the median is `distances(name).median()`, and the accuracy within any radius up
-        to its eps `(distances(name) > radius).float().mean()`. Of other attacks the distances are
+        They are in units of the threat's eps: 0 where the clean image is accepted and wrong with
+        certainty, infinite where the perturbed one is not. From one run of an attack of smallest
+        norm (`PDGD`, `DDN`, `MinimalNorm`, `CW`, `DeepFool`) the accuracy within any radius up to
+        its eps is `(distances(name) > radius).float().mean()`. Of other attacks the distances are
         upper bounds, mostly eps.
-
-        Returns:
-            [N] in units of the threat's eps: 0 where the clean image is accepted and wrong with
-            certainty, infinite where the perturbed one is not.
 
         Raises:
             ValueError: of a defense that predicts at random or adapts, for which one wrong
@@ -297,9 +291,9 @@ class EvaluationResult:
         """The randomness that the intervals hold."""
         if self.private_draws > 1:
             return "images and private draws"
-        if not self.joint:
-            return "images and inferences" if self.random else "images"
-        return "images, as if rounds were independent" if self.stateful else "images"
+        if self.joint:
+            return "images, as if rounds were independent" if self.stateful else "images"
+        return "images and inferences" if self.random else "images"
 
     def measurement(self, name: str, reference: "EvaluationResult | None" = None) -> Result:
         """Return the row of the table for one column, with all that its record holds.
@@ -314,8 +308,21 @@ class EvaluationResult:
             details["findings"] = [record(finding) for finding in found]
         scores = self.per_image(name)
         draws = self.scores[:, self.names.index(name)]
-        if name in self.attacks:
-            details |= self._about_attack(name, reference or self)
+        if attack := self.attacks.get(name):
+            details |= {"attack": attack_spec(attack), "threat": attack_spec(attack.threat)}
+            details |= {"power": self.power[name].record()} if name in self.power else {}
+            details["ball"] = str(attack.threat)
+            other = reference or self
+            first = next(iter(other.attacks))
+            same = torch.equal(other.index, self.index) and other.joint == self.joint
+            if same and not (other is self and name == first):
+                compared = paired(other.per_image(first), scores)
+                details["against"] = {"attack": first, **asdict(compared)}
+            searches = any(part.smallest_norm for part in walk(attack))
+            once = self.details.get("repeats", 1) == 1 and not (self.random or self.joint)
+            if searches and once and len(self.index):
+                details["median_distance"] = float(self.distances(name).median())
+            details |= {} if math.isnan(blind := self.blind(name)) else {"blind": blind}
         if draws.shape[1] > 1 and len(draws):
             over = "over_inferences" if self.private_draws == 1 else "over_private_draws"
             details[over] = student(draws.mean(0).tolist())
@@ -324,22 +331,6 @@ class EvaluationResult:
             details |= {"accepted_wrong": self.accepted_wrong(name)}
         seconds = self.seconds.get(name, 0.0)
         return measured(name, scores, seconds, details, draws if self.private_draws > 1 else None)
-
-    def _about_attack(self, name: str, reference: "EvaluationResult") -> dict[str, Any]:
-        """The fields of an attack's record: its specification, comparison, distance, blindness."""
-        attack, first = self.attacks[name], next(iter(reference.attacks))
-        details = {"attack": attack_spec(attack), "threat": attack_spec(attack.threat)}
-        details |= {"power": self.power[name].record()} if name in self.power else {}
-        details["ball"] = str(attack.threat)
-        same = torch.equal(reference.index, self.index) and reference.joint == self.joint
-        if same and not (reference is self and name == first):
-            compared = paired(reference.per_image(first), self.per_image(name))
-            details["against"] = {"attack": first, **asdict(compared)}
-        searches = any(part.smallest_norm for part in walk(attack))
-        once = self.details.get("repeats", 1) == 1 and not (self.random or self.joint)
-        if searches and once and len(self.index):
-            details["median_distance"] = float(self.distances(name).median())
-        return details | ({} if math.isnan(blind := self.blind(name)) else {"blind": blind})
 
     def measurements(self, reference: "EvaluationResult | None" = None) -> list[Result]:
         """Return the rows of clean images and each attack, without "worst"."""

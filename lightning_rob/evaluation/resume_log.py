@@ -5,7 +5,6 @@ import math
 import os
 import platform
 import shutil
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -39,34 +38,30 @@ def checksums(x: Tensor) -> list[int]:
 
 
 class ResumeLog:
-    """Outcomes of the batches that an evaluation has finished, in a folder of its own.
+    """Outcomes of the batches that an evaluation has finished, in a folder of its own, if any.
 
     Each process appends a line of JSON per batch and attack to a file of its own and waits until it
     is on the disk. A result is reused for the same image only, pixel by pixel, with the same label.
     """
 
     def __init__(
-        self, folder: Path, names: Sequence[str], inferences: int, joint: bool = False
+        self, folder: Path | None, names: Sequence[str], inferences: int, joint: bool = False
     ) -> None:
-        self.folder, self.names = folder, tuple(names)
-        self.inferences, self.joint = inferences, joint
-        self.path = folder / f"{platform.node()}-{os.getpid()}.jsonl"
+        self.names, self.inferences, self.joint = tuple(names), inferences, joint
+        self.path = folder and folder / f"{platform.node()}-{os.getpid()}.jsonl"
         self.known: dict[tuple[str, Key], Row] = {}
         self.seconds = dict.fromkeys(self.names, 0.0)  # by name, on the known images
-        self.read = [path for path in sorted(folder.glob("*.jsonl")) if path.is_file()]
+        found = sorted(folder.glob("*.jsonl")) if folder else []
+        self.read = [path for path in found if path.is_file()]
         for path in self.read:
             for line in path.read_text(errors="replace").splitlines():
                 # A kill may have broken off the last line.
                 with suppress(ValueError, KeyError, TypeError, OverflowError):  # broken, foreign
                     self._keep(json.loads(line))
 
-    def counts(self) -> dict[str, int]:
-        """Return the number of known images, by name."""
-        return Counter(name for name, _ in self.known)
-
     def load(self, x: Tensor, y: Tensor, index: Tensor) -> dict[str, BatchOutcome]:
         """Return, by name, what is known of all images [B, …], by index, pixels and label."""
-        found, keys = {}, self._keys(x, y, index)
+        found, keys = {}, self._keys(x, y, index) if self.known else []
         for name in self.names:
             rows = [self.known[name, key] for key in keys if (name, key) in self.known]
             if rows and len(rows) == len(keys):
@@ -77,11 +72,13 @@ class ResumeLog:
         self, x: Tensor, y: Tensor, index: Tensor, name: str, outcome: BatchOutcome, seconds: float
     ) -> None:
         """Append a batch's results under one attack, and how long it took."""
+        if self.path is None:
+            return
         fields = {"name": name, "keys": self._keys(x, y, index), "seconds": round(seconds, 3)}
         for field, values in outcome._asdict().items():
             exact = values if field == "predictions" else values.float()
             fields[field] = exact.tolist()
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:
             # The line break comes first, so that a line broken off before spoils no other.
             file.write("\n" * (file.tell() > 0) + json.dumps(fields))
@@ -90,11 +87,13 @@ class ResumeLog:
 
     def delete(self) -> None:
         """Remove the files of this evaluation, but not what another process is writing now."""
+        if self.path is None:
+            return
         for path in {*self.read, self.path}:
             path.unlink(missing_ok=True)
         with suppress(FileNotFoundError):  # where another process of the run was faster
-            if not list(self.folder.glob("*.jsonl")):
-                shutil.rmtree(self.folder, ignore_errors=True)
+            if not list(self.path.parent.glob("*.jsonl")):
+                shutil.rmtree(self.path.parent, ignore_errors=True)
 
     def _keep(self, line: dict[str, Any]) -> None:
         name, seconds = line["name"], float(line["seconds"])
@@ -103,17 +102,17 @@ class ResumeLog:
             (int(a), int(b), int(c), int(d)): row
             for (a, b, c, d), row in zip(line["keys"], outcomes, strict=True)
         }
-        if name in self.names and all(map(self._is_plausible, rows.values())):
+        for scores, prediction, size, rejected, blind in rows.values():
+            # R scores that are probabilities, a class and a finite size
+            probable = all(-ROUNDING <= score <= 1 + ROUNDING for score in (*scores, *rejected))
+            classified = isinstance(prediction, int) and -1 <= prediction < 2**31
+            complete = len(scores) == len(rejected) == self.inferences
+            known = 0 <= size < math.inf and blind in (-1, 0, 1)
+            if not (probable and classified and complete and known):
+                return
+        if name in self.names:
             self.known |= {(name, key): row for key, row in rows.items()}
             self.seconds[name] += seconds
-
-    def _is_plausible(self, row: Row) -> bool:
-        """Whether a row has R scores that are probabilities, a class and a finite size."""
-        scores, prediction, size, rejected, blind = row
-        probable = all(-ROUNDING <= score <= 1 + ROUNDING for score in (*scores, *rejected))
-        classified = isinstance(prediction, int) and -1 <= prediction < 2**31
-        complete = len(scores) == len(rejected) == self.inferences
-        return complete and probable and classified and 0 <= size < math.inf and blind in (-1, 0, 1)
 
     def _keys(self, x: Tensor, y: Tensor, index: Tensor) -> list[Key]:
         rows = list(zip(index.tolist(), checksums(x), y.tolist(), strict=True))

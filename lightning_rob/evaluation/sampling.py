@@ -24,21 +24,13 @@ from lightning_rob.runtime.errors import at_least
 
 @dataclass(frozen=True)
 class OptimalSampling:
-    """Probabilities found by `optimal_sampling`.
+    """Probabilities found by `optimal_sampling`."""
 
-    Args:
-        probs: [M] the best sampling probabilities.
-        accuracy: the expected accuracy with them under all images that the attack has found.
-        bound: no probabilities keep a higher accuracy under the same images.
-        trail: [T, M + 1] all probabilities that were tried, and the accuracy with each.
-        images: number of images.
-    """
-
-    probs: Tensor
-    accuracy: float
-    bound: float
-    trail: Tensor
-    images: int
+    probs: Tensor  # [M] the best sampling probabilities
+    accuracy: float  # the expected one with them under all images that the attack has found
+    bound: float  # no probabilities keep a higher accuracy under the same images
+    trail: Tensor  # [T, M + 1] all probabilities that were tried, and the accuracy with each
+    images: int  # their number
 
 
 def optimal_sampling(
@@ -58,7 +50,8 @@ def optimal_sampling(
     perturbed image has an error that is linear in them (Dbouk and Shanbhag, ICML 2023). The paper
     descends along subgradients. Here the images that have been found are kept, and the next
     probabilities are the best ones against all of them, a linear program: this needs fewer attacks,
-    and its value bounds what other probabilities could keep.
+    and its value bounds what other probabilities could keep. Other arguments are those of
+    `evaluate`.
 
     Args:
         ensemble: an `Ensemble` of M members, of which one is drawn.
@@ -68,9 +61,6 @@ def optimal_sampling(
         steps: the largest number of attacks on each image.
         tolerance: of the accuracy; the search ends when no probabilities can keep more than this
             above the best so far.
-        seed: seed of the attack's noise and of the choice of `max_images`.
-        max_images: attack this many images, a random choice by the seed; None attacks all.
-        unpack: function of a batch that returns one of the above.
 
     Raises:
         ValueError: no step, a negative tolerance, no image, or an ensemble that does not predict by
@@ -91,7 +81,7 @@ def optimal_sampling(
         defense = drawn.to(device_of(ensemble))
         wrong.append(torch.cat([_fooled(defense, attack, one, seed) for one in images]).numpy())
         tried.append(probs)
-        kept = 1 - np.max([errors @ np.array(tried).T for errors in wrong], 0).mean(0)  # [T]
+        kept = 1 - np.max([one @ np.array(tried).T for one in wrong], 0).mean(0)  # [T]
         probs, bound = _least_wrong(np.stack(wrong, 1))
         # Without an attack on other probabilities than the ensemble's own nothing is known of them.
         if step and kept.max() >= bound - tolerance:
@@ -117,9 +107,8 @@ def _fooled(defense: Ensemble, attack: Attack, batch: Batch, seed: int) -> Tenso
 def _least_wrong(wrong: np.ndarray) -> tuple[np.ndarray, float]:
     """Return the probabilities of the least error on known images, and the accuracy they keep.
 
-    Args:
-        wrong: [N, T, M] which members each of T perturbed versions of an image fools; the attacker
-            takes the one of the largest error.
+    Of the T perturbed versions of an image, wrong [N, T, M], the attacker takes the one of the
+    largest error.
     """
     members = wrong.shape[-1]
     # Images with the same sets of fooled members share a variable, which is at least each error.

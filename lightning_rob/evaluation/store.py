@@ -1,6 +1,7 @@
 """The results of every image of an evaluation, in memory; and a log from which it resumes."""
 
 import shutil
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,18 +54,7 @@ class PerImageResults:
         self.floats = PerImage(len(names) * (2 * inferences + 2) + 1).to(device)
         self.integers = PerImage(len(names) + 2, torch.int64).to(device)
         self.checksums: dict[int, int] = {}  # of this process's images, by index
-        self.log = None if folder is None else ResumeLog(folder, (*names, KNOWN), inferences, joint)
-
-    def cached(self, x: Tensor, y: Tensor, index: Tensor) -> dict[str, BatchOutcome]:
-        """Return the outcomes of a batch that the log of an earlier run has, by name."""
-        return {} if self.log is None else self.log.load(x, y, index)
-
-    def log_outcome(
-        self, x: Tensor, y: Tensor, index: Tensor, name: str, outcome: BatchOutcome, seconds: float
-    ) -> None:
-        """Write the outcome of a batch under one attack to the log, where there is one."""
-        if self.log is not None:
-            self.log.add(x, y, index, name, outcome, seconds)
+        self.log = ResumeLog(folder, (*names, KNOWN), inferences, joint)
 
     def add_batch(
         self,
@@ -94,12 +84,8 @@ class PerImageResults:
 
     def counts(self) -> dict[str, int]:
         """Return the number of images whose results the log has from an earlier run, by attack."""
-        known = {} if self.log is None else self.log.counts()
+        known = Counter(name for name, _ in self.log.known)
         return {name: known[name] for name in self.names[1:] if name in known}
-
-    def seconds(self) -> dict[str, float]:
-        """Return the run time of each attack on the images of an earlier run, by name."""
-        return {} if self.log is None else {n: self.log.seconds[n] for n in self.names[1:]}
 
     def rows(self) -> PerImageRows:
         """Return the results of all images; a collective of all processes."""
@@ -121,8 +107,3 @@ class PerImageResults:
         for own in sorted(self.folder.iterdir()) if self.folder and self.folder.exists() else ():
             if own.is_dir():
                 shutil.copytree(own, folder / own.name, dirs_exist_ok=True)
-
-    def delete(self) -> None:
-        """Remove this process's log, once the CSV file is written."""
-        if self.log is not None:
-            self.log.delete()

@@ -28,12 +28,7 @@ from lightning_rob.attacks.auto import (
     surrogate_for,
 )
 from lightning_rob.attacks.controls import RandomCorners, RandomStart
-from lightning_rob.defenses import (
-    Defense,
-    Ensemble,
-    is_transform_ensemble,
-    random_transforms_in,
-)
+from lightning_rob.defenses import Defense, Ensemble, is_transform_ensemble, random_transforms_in
 from lightning_rob.objectives import (
     ce_of_mean_logits,
     ce_of_rule,
@@ -64,11 +59,7 @@ def plug_in_for(defense: Defense) -> str:
 
 
 def attacks_by_name(name: str, defense: Defense, threat: Threat) -> dict[str, Attack]:
-    """Return the attacks that one word stands for: pgd, autoattack, auto or suite.
-
-    Raises:
-        ValueError: another word, or a threat that the attacks do not support.
-    """
+    """Return the attacks that one word stands for: pgd, autoattack, auto or suite."""
     if name == "suite":
         return suite_for(defense, threat).attacks
     if name == "auto":
@@ -136,26 +127,37 @@ class AttackSuite:
 def suite_for(
     defense: Defense, threat: Threat, steps: int = 20, queries: int = 1000
 ) -> AttackSuite:
-    """Return the attacks that test a defense of this kind, within one threat.
+    """Return the attacks that test a defense of this kind, within one threat, linf or l2.
 
-    Args:
-        threat: linf or l2, in pixel units.
-        steps: of the default PGD; others have a multiple of it.
-        queries: of the Square Attack.
-
-    Raises:
-        ValueError: a threat that not all attacks support, or one without a radius.
+    The steps are those of the default PGD, of which others have a multiple.
     """
     check_threat(threat)
     kind = suite_kind(defense)
     pgd = PGD(threat, steps, step_across(threat.eps, steps, 4))
-    if kind == "transductive":
-        return _transductive_suite(replace(pgd, keep_best=True))
+    if kind == "transductive":  # most papers report a transfer attack
+        pgd = replace(pgd, keep_best=True)
+        own: dict[str, Attack] = {
+            "noise": RandomStart(threat),
+            "transfer": TransferFromStatic(pgd),
+            "gmsa_avg": GMSA(pgd, rounds=5),
+            "unbounded": GMSA(_unbounded(pgd), rounds=2),
+        }
+        return AttackSuite(kind, "transfer", ("gmsa_avg",), own)
     # PGD climbs the loss that decides the prediction; a single network has but one.
     objective = ce_of_rule(defense.rule) if len(defense.weights) > 1 else expected_ce
     pgd = replace(pgd, objective=objective, backward=surrogate_for(defense))
+    margin = margin_of_rule(defense.rule) if len(defense.weights) > 1 else linear
+    long = step_across(threat.eps, 5 * steps, 10)
+    variants = {  # which should all be about as strong
+        "fgsm": replace(pgd, steps=1, step_size=threat.eps, random_start=False),
+        "pgd": pgd,
+        "longer": replace(pgd, steps=5 * steps, step_size=long),
+        "restarts": replace(pgd, restarts=5),
+        "margin": replace(pgd, objective=margin, keep_best=True),
+        "unbounded": _unbounded(pgd),
+    }
     attacks: dict[str, Attack] = {"noise": RandomCorners(threat)}
-    attacks |= _gradient_attacks(defense, pgd)
+    attacks |= {name: _on_differentiable(defense, one) for name, one in variants.items()}
     attacks["square"] = Square(threat, queries)
     adaptive = _adaptive_attacks(defense, kind, pgd)
     averaged = None if kind == "transformed" else replace(pgd, draws=DRAWS)
@@ -168,21 +170,6 @@ def _on_differentiable(defense: Defense, attack: Attack) -> Attack:
         return attack
     with_gradient = any(kind.differentiable for kind in defense.transforms.values())
     return OnDifferentiable(attack) if with_gradient else TAA(attack)
-
-
-def _gradient_attacks(defense: Defense, pgd: PGD) -> dict[str, Attack]:
-    """Return the default PGD and its variants, which should all be about as strong."""
-    eps, steps = pgd.threat.eps, 5 * pgd.steps
-    margin = margin_of_rule(defense.rule) if len(defense.weights) > 1 else linear
-    attacks = {
-        "fgsm": replace(pgd, steps=1, step_size=eps, random_start=False),
-        "pgd": pgd,
-        "longer": replace(pgd, steps=steps, step_size=step_across(eps, steps, 10)),
-        "restarts": replace(pgd, restarts=5),
-        "margin": replace(pgd, objective=margin, keep_best=True),
-        "unbounded": _unbounded(pgd),
-    }
-    return {name: _on_differentiable(defense, attack) for name, attack in attacks.items()}
 
 
 def _unbounded(pgd: PGD) -> PGD:
@@ -220,14 +207,3 @@ def _adaptive_attacks(defense: Defense, kind: SuiteKind, pgd: PGD) -> dict[str, 
             "paa": PAA(inner, "AvgP", DISSIMILARITY, project_last=True),
         }
     return {}
-
-
-def _transductive_suite(pgd: PGD) -> AttackSuite:
-    """Return the attacks on a defense that adapts; most papers report a transfer attack."""
-    attacks: dict[str, Attack] = {
-        "noise": RandomStart(pgd.threat),
-        "transfer": TransferFromStatic(pgd),
-        "gmsa_avg": GMSA(pgd, rounds=5),
-        "unbounded": GMSA(_unbounded(pgd), rounds=2),
-    }
-    return AttackSuite("transductive", "transfer", ("gmsa_avg",), attacks)

@@ -26,17 +26,11 @@ ROUNDING = 1e-5  # relative to the largest logit: what a deterministic network's
 
 @dataclass(frozen=True)
 class Worst:
-    """Scores under the strongest attack.
+    """Scores under the strongest attack."""
 
-    Args:
-        index: [n] the images' indices, rising.
-        scores: [n, R] in [0, 1]; columns are independent draws where there are several.
-        choice: the way in which the attack was chosen.
-    """
-
-    index: Tensor
-    scores: Tensor
-    choice: str
+    index: Tensor  # [n] the images' indices, rising
+    scores: Tensor  # [n, R] in [0, 1]; columns are independent draws where there are several
+    choice: str  # the way in which the attack was chosen
 
     def row(
         self, details: Mapping[str, Any], indices: Iterable[Tensor], private_draws: int = 1
@@ -65,7 +59,6 @@ def worst_case(
     Args:
         tables: indices [N], rising, and scores [N, A, R] in R inferences of A columns: each attack,
             and clean images, for an attacker may leave an image as it is.
-        random: whether the defense predicts at random.
         joint: whether predictions depend on the whole batch (transductive defenses).
 
     Returns:
@@ -106,20 +99,18 @@ def _by_inferences(index: Tensor, parts: list[Tensor], joint: bool) -> Worst:
             once.append([part[:, a] for part in scores for a in range(part.shape[1])][place])
         choice = "one attack, chosen on the other half of the private draws"
         return Worst(index, torch.cat(once, 1), choice)
-    each = torch.stack([_picked_by_image(by, scores) for by, scores in sides], 1)
-    return Worst(index, each, "per image, chosen on the other half of the inferences")
-
-
-def _picked_by_image(by: list[Tensor], scores: list[Tensor]) -> Tensor:
-    """Return the scores [n] of the attack that is strongest on each image by its other scores."""
-    expected = []
-    for part in by:
-        mean, count = part.mean(2), part.shape[2]
-        # A few predictions of one image say little: the attack's mean over all images counts as
-        # `PRIOR` more of them, and of equals the attack wins that is stronger altogether.
-        expected.append((count * mean + PRIOR * mean.mean(0)) / (count + PRIOR))
-    place = torch.cat(expected, 1).argmin(1, keepdim=True)
-    return torch.cat([part.mean(2) for part in scores], 1).gather(1, place)[:, 0]
+    each = []
+    for by, scores in sides:
+        expected = []
+        for part in by:
+            mean, count = part.mean(2), part.shape[2]
+            # A few predictions of one image say little: the attack's mean over all images counts
+            # as `PRIOR` more of them, and of equals the attack wins that is stronger altogether.
+            expected.append((count * mean + PRIOR * mean.mean(0)) / (count + PRIOR))
+        strongest = torch.cat(expected, 1).argmin(1, keepdim=True)
+        each.append(torch.cat([part.mean(2) for part in scores], 1).gather(1, strongest))
+    choice = "per image, chosen on the other half of the inferences"
+    return Worst(index, torch.cat(each, 1), choice)
 
 
 def is_random(defense: Defense, x: Tensor, index: Tensor) -> bool:

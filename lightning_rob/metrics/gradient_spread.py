@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric
+
+from lightning_rob.metrics.robust_accuracy import Drawn
 
 NAMES = ("variance", "cosine", "agreement", "variance_of_nonzero")
 
@@ -34,13 +35,10 @@ def gradient_spread(gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return variance, cosine, agreement, torch.where(nonzero > 0, variance / nonzero, 0.0)
 
 
-class GradientSpread(Metric):
+class GradientSpread(Drawn):
     """The means of `gradient_spread` over all images."""
 
-    is_differentiable = False
     higher_is_better = False
-    full_state_update = False
-    plot_lower_bound = 0.0
     totals: Tensor
     count: Tensor
 
@@ -57,7 +55,3 @@ class GradientSpread(Metric):
     def compute(self) -> dict[str, Tensor]:
         """Return the means, named variance, cosine, agreement and variance_of_nonzero."""
         return dict(zip(NAMES, (self.totals / self.count).float(), strict=True))
-
-    def plot(self, val: Any = None, ax: Any = None) -> Any:
-        """Draw the four means, or several results in a row; see `torchmetrics.Metric.plot`."""
-        return self._plot(val, ax)

@@ -70,19 +70,12 @@ def wilson_over_draws(values: Sequence[float], n: int, level: float = 0.95) -> t
 
 @dataclass(frozen=True)
 class Paired:
-    """The difference of two scores of the same images.
+    """The difference of two scores of the same images."""
 
-    Args:
-        difference: the second's mean minus the first's.
-        interval: its 95 % interval; it leaves out 0 exactly if p is below 0.05.
-        p: the two-sided p-value of no difference.
-        test: name of the test that gave both.
-    """
-
-    difference: float
-    interval: tuple[float, float]
-    p: float
-    test: str
+    difference: float  # the second's mean minus the first's
+    interval: tuple[float, float]  # of 95 %; it leaves out 0 exactly if p is below 0.05
+    p: float  # the two-sided p-value of no difference
+    test: str  # the name of the test that gave both
 
     @property
     def significant(self) -> bool:

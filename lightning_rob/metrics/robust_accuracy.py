@@ -25,13 +25,22 @@ def check_lengths(predictions: Tensor, y: Tensor) -> None:
         )
 
 
-class RobustAccuracy(Metric):
-    """The mean of `robust_accuracy`: exact expectation for a randomized ensemble, 0/1 else."""
+class Drawn(Metric):
+    """A metric of sums over images, of which `plot` draws one result or several in a row."""
 
     is_differentiable = False
-    higher_is_better = True
     full_state_update = False
     plot_lower_bound = 0.0
+
+    def plot(self, val: Any = None, ax: Any = None) -> Any:
+        """Draw a result, or several in a row; see `torchmetrics.Metric.plot`."""
+        return self._plot(val, ax)
+
+
+class RobustAccuracy(Drawn):
+    """The mean of `robust_accuracy`: exact expectation for a randomized ensemble, 0/1 else."""
+
+    higher_is_better = True
     plot_upper_bound = 1.0
     total: Tensor
     count: Tensor
@@ -50,7 +59,3 @@ class RobustAccuracy(Metric):
     def compute(self) -> Tensor:
         """Return the mean over all images."""
         return (self.total / self.count).float()
-
-    def plot(self, val: Any = None, ax: Any = None) -> Any:
-        """Draw the accuracy, or several in a row; see `torchmetrics.Metric.plot`."""
-        return self._plot(val, ax)

@@ -4,9 +4,8 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric
 
-from lightning_rob.metrics.robust_accuracy import check_lengths
+from lightning_rob.metrics.robust_accuracy import Drawn, check_lengths
 from lightning_rob.rules import rejected_share
 
 Per = Literal["image", "prediction"]
@@ -41,17 +40,12 @@ def rejection_curves(
     thresholds: Tensor | None = None,
     per: Per = "image",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the errors of `selective_error` by the threshold above which an image is rejected.
+    """Compute the errors [T] of `selective_error` if images are rejected above a threshold.
 
     Args:
         scores: [B] score of each image of x~, the larger the less like a training image.
         wrong: [B] whether the classifier is wrong on it, or with which probability.
-        clean: [B] mask of the images of x~ that are the clean ones, z.
         thresholds: [T]; None: 100 from 0 to 1, as in Fig. 1 of Chen et al. (2022).
-        per: denominator of the error, see `selective_error`.
-
-    Returns:
-        Each [T] in float64: the rejected share of z, the rejected share of x~, the error.
     """
     _check(per)
     if thresholds is None:
@@ -96,13 +90,10 @@ def _errors(sums: Tensor, counts: Tensor, per: Per) -> tuple[Tensor, Tensor, Ten
     return rejected_clean / counts[0], rejected / counts[1], error
 
 
-class SelectiveError(Metric):
+class SelectiveError(Drawn):
     """`selective_error` over all batches and processes, with its `per` and `rejects`."""
 
-    is_differentiable = False
     higher_is_better = False
-    full_state_update = False
-    plot_lower_bound = 0.0
     plot_upper_bound = 1.0
     sums: Tensor
     counts: Tensor
@@ -124,7 +115,3 @@ class SelectiveError(Metric):
     def compute(self) -> dict[str, Tensor]:
         """Return the three shares, named rejected_clean, rejected and error."""
         return dict(zip(NAMES, _errors(self.sums, self.counts, self.per), strict=True))
-
-    def plot(self, val: Any = None, ax: Any = None) -> Any:
-        """Draw the three shares, or several results in a row; see `torchmetrics.Metric.plot`."""
-        return self._plot(val, ax)

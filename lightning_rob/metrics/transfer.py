@@ -28,10 +28,8 @@ def transfer_matrix(predictions: Tensor, y: Tensor) -> Tensor:
 class Transfer(NamedTuple):
     """Transferability between the members of an ensemble.
 
-    Attributes:
-        matrix: [M, M] float64, by [source, target] the share of the images that fool the source,
-            which they attack, that fool the target too; NaN if there are none.
-        counts: [M] float64, the number of images that fool the source that they attack.
+    `matrix` [M, M] has by [source, target] the share of the images that fool the source, which they
+    attack, that fool the target too, NaN if there are none; `counts` [M] the number of the former.
     """
 
     matrix: Tensor

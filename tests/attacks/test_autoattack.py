@@ -200,15 +200,6 @@ def test_tracing_goes_on(single):
 # randomness
 
 
-def test_streams_of_all_images_make_the_seed(single):
-    x, y = images(6, seed=7)
-    noise = [Streams.from_index(torch.tensor(index), 7) for index in ([0, 1, 2, 3, 4, 5],) * 2]
-    other = Streams.from_index(torch.tensor([0, 1, 2, 3, 4, 9]), 7)
-    first, again, changed = (FIRST(single, x, y, n) for n in (*noise, other))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, changed)
-
-
 def test_the_package_one_at_a_time_does_not_depend_on_the_batch(single):
     attack, (x, y) = replace(FIRST, batch_size=1), images(4, seed=8)
     index = torch.arange(100, 104)
@@ -321,34 +312,6 @@ def test_random_defense_by_its_mean_gradient(single):
 
 
 # errors
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"threat": Threat(bounds=(-1, 1)), "reference": True},
-            r"pyautoattack needs images in \[0, 1\], not in \(-1, 1\)",
-        ),
-        (
-            {"threat": Threat(relative=True), "reference": True},
-            "pyautoattack is for a radius in pixel units, got linf",
-        ),
-        ({"version": "best"}, "version must be 'standard', .* got 'best'"),
-        (
-            {"attacks": ("fab",)},
-            r"attacks are for version 'custom', .* got \('fab',\) for 'standard'",
-        ),
-        ({"version": "custom"}, "it needs some, got None for 'custom'"),
-        (
-            {"version": "custom", "attacks": ("pgd", "fab")},
-            r"attacks must be of \['apgd-ce', .*\], got \['pgd'\]",
-        ),
-    ],
-)
-def test_wrong_arguments(options, message):
-    with pytest.raises(ValueError, match=message):
-        AutoAttack(**{"threat": LINF} | options)
 
 
 @pytest.mark.parametrize("reference", [False, True])

@@ -27,8 +27,11 @@ from lightning_rob.attacks import (
     PAA,
     PDGD,
     PGD,
+    SGM,
     TAA,
     Accelerated,
+    Adam,
+    AggMo,
     Attack,
     Auto,
     AutoAttack,
@@ -41,7 +44,9 @@ from lightning_rob.attacks import (
     HighConfidence,
     InsideBounds,
     LatticeClimber,
+    LinBP,
     MinimalNorm,
+    Nesterov,
     NoAttack,
     OnDifferentiable,
     OnMember,
@@ -57,6 +62,7 @@ from lightning_rob.attacks import (
     ThroughAdaptation,
     TransferFromStatic,
     WithBackward,
+    aggmo,
     attacking,
 )
 from lightning_rob.attacks.nested import map_attacks
@@ -107,7 +113,7 @@ ENTRIES = {
     "arc": (ARC(LINF, 3, LINF.eps), "ensemble"),
     "arc-l2": (ARC(L2, 3, 0.4, neighbours=1, random_start=True, early_stop=True), "ensemble"),
     "climb": (LatticeClimber(LINF, 4, LINF.eps / 4), "ensemble"),
-    "climb-l2": (LatticeClimber(L2, 8, 0.2, start=PGD(L2, 3, 0.25)), "ensemble"),
+    "climb-l2": (LatticeClimber(L2, 8, 0.2), "ensemble"),
     "cw": (CW(L2, 20, 0.05, binary_steps=3, initial_const=0.1), "ensemble"),
     "cw-random": (CW(L2, 20, 0.05, binary_steps=3, initial_const=0.1, draws=2), "random"),
     "deepfool": (DeepFool(LINF), "ensemble"),
@@ -179,17 +185,8 @@ def entries(*names, where=lambda attack: True):
     )
 
 
-FAMILIES = (
-    "pgd",
-    "apgd",
-    "arc",
-    "climb",
-    "cw",
-    "deepfool",
-    "fab",
-    "pdgd",
-    "square",
-)  # each has a loop of its own
+# each has a loop of its own
+FAMILIES = ("pgd", "apgd", "arc", "climb", "cw", "deepfool", "fab", "pdgd", "square")
 IN_L2 = ("apgd-l2", "fab-l2", "square-l2", "deepfool-l2", "arc-l2", "pgd-l2")
 OWN_CHECKS = (*FAMILIES, "minimal-norm", "autoattack", "reference", "targeted", "high-confidence")
 
@@ -714,7 +711,8 @@ def test_counts_lengths_and_norms_are_checked_as_an_attack_is_built(name):
             if name in POSITIVE + COUNTS:
                 with pytest.raises(ValueError, match=f"{name} must {message}"):
                     replace(attack, **{name: value})
-    if isinstance(attack, APGD | ARC | AutoAttack | CW | DDN | DeepFool | FAB | PDGD | Square):
+    own = APGD | ARC | AutoAttack | CW | DDN | DeepFool | FAB | LatticeClimber | PDGD | Square
+    if isinstance(attack, own):
         kind = type(attack).__name__
         with pytest.raises(ValueError, match=rf"{kind} is for (linf and )?l2, not for norm 3"):
             replace(attack, threat=Threat(3))
@@ -739,6 +737,22 @@ def test_counts_lengths_and_norms_are_checked_as_an_attack_is_built(name):
         (lambda: PartialBatchAttack(STEPS, 1.5), r"share in \[0, 1\], got 1.5"),
         (lambda: InsideBounds(0), "hair must be positive and fit into"),
         (lambda: InsideBounds(0.5), "hair must be positive and fit into"),
+        (lambda: SGM(0.0), "gamma must be in .* got 0.0"),
+        (lambda: LinBP(1.0), "share of the branches .* got 1.0"),
+        (lambda: LatticeClimber(Threat("l2", 0.1, relative=True)), "a radius in pixel units"),
+        (lambda: LatticeClimber(LINF, classes=0), "classes must be at least 1, got 0"),
+        (lambda: AggMo(variant="sum"), "variant must be of .*'paper'.* got 'sum'"),
+        (lambda: aggmo(0), "at least one coefficient, got 0"),
+        (lambda: Nesterov(1.1), "momentum must be in .* got 1.1"),
+        (lambda: Adam((0.9, 1.0)), "betas must be two numbers .* got"),
+        (lambda: Adam((0.9,)), "betas must be two numbers .* got"),
+        (lambda: PGD(LINF, 1, 0.1, momentum=(0.9,), ascent=Adam()), "or Adam.*, not both"),
+        (lambda: AutoAttack(Threat(bounds=(-1, 1)), reference=True), r"\[0, 1\], not in \(-1, 1\)"),
+        (lambda: AutoAttack(Threat(relative=True), reference=True), "radius in pixel units, got"),
+        (lambda: AutoAttack(LINF, "best"), "version must be 'standard', .* got 'best'"),
+        (lambda: AutoAttack(LINF, attacks=("fab",)), r"for version 'custom', .* got \('fab',\)"),
+        (lambda: AutoAttack(LINF, "custom"), "it needs some, got None for 'custom'"),
+        (lambda: AutoAttack(LINF, "custom", ("pgd", "fab")), r"must be of .*, got \['pgd'\]"),
     ],
 )
 def test_wrong_arguments(build, message):

@@ -5,7 +5,6 @@ from functools import cache
 
 import pytest
 import torch
-from torch import nn
 
 from lightning_rob.attacks import CW, DeepFool, attacking
 from lightning_rob.defenses import Defense, Ensemble, Single
@@ -14,7 +13,7 @@ from lightning_rob.randomness import normal
 from lightning_rob.rules import mean_probs
 from lightning_rob.threat import Threat
 from tests.attacks.common import Affine, Constant, Recording, assert_inside
-from tests.tiny import Blobs, TinyNet
+from tests.tiny import TinyNet, blobs, fit_all
 
 FREE = Threat("l2", 100)
 
@@ -39,26 +38,15 @@ def affine(classes, gain=1.0, seed=0, count=8, square=False):
     return net, x[chosen], net(x[chosen]).argmax(1)
 
 
-def pairs(data, train):
-    return [(x, torch.tensor(y)) for x, y in data.source(train)]
-
-
 @cache
 def trained():
     """Return a small trained net, with test images of all contrasts and their labels."""
-    data, state = Blobs(test_size=40), torch.get_rng_state()
-    x, y = (torch.stack(part) for part in zip(*pairs(data, True), strict=True))
-    torch.manual_seed(0)
-    net = TinyNet()
-    optimizer = torch.optim.Adam(net.parameters(), 0.01)
-    for _ in range(60):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(net(x), y).backward()
-        optimizer.step()
-    torch.set_rng_state(state)
-    x, y = (torch.stack(part) for part in zip(*pairs(data, False), strict=True))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = fit_all(TinyNet(), *blobs(), 60)
+    x, y = blobs(False, test_size=40)
     contrast = torch.linspace(0.1, 1, len(x)).view(-1, 1, 1, 1)
-    return Single(net.eval()), 0.5 + contrast * (x - 0.5), y
+    return Single(net), 0.5 + contrast * (x - 0.5), y
 
 
 def sizes(attack, defense, x, y, generator=None):

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from lightning_rob.attacks import CW, DeepFool
+from lightning_rob.attacks import DeepFool
 from lightning_rob.defenses import Ensemble, Single
 from lightning_rob.threat import Threat
 from tests.attacks.common import Affine, Recording, assert_inside
-from tests.attacks.test_cw import Shaky, affine, distances, trained
+from tests.attacks.test_cw import Shaky, affine, distances
 
 FREE = {"linf": Threat("linf", 1), "l2": Threat("l2", 100)}
 both_norms = pytest.mark.parametrize("threat", FREE.values(), ids=FREE.keys())
@@ -50,18 +50,6 @@ def test_bounds_in_the_way(threat):
     assert (threat.size(x_adv - x) >= distances(net, x, y, order_of_dual(threat))).all()
 
 
-def test_more_candidates_are_nearer_on_a_linear_net():
-    net, x, y = affine(6)
-    last = None
-    for candidates in (1, 3, 5, None, 99):
-        attack = DeepFool(FREE["l2"], candidates=candidates)
-        size = FREE["l2"].size(attack(Single(net), x, y) - x)
-        assert last is None or (size <= last + 1e-9).all()
-        last = size
-    first = FREE["l2"].size(DeepFool(FREE["l2"], candidates=1)(Single(net), x, y) - x)
-    assert (last < first - 1e-3).any()
-
-
 def test_candidates_are_the_largest_logits():
     """The runner-up's boundary is at 0.2 here, that of the class behind it at 0.1."""
     net = Affine(4, 3).double().requires_grad_(False)
@@ -76,15 +64,6 @@ def test_candidates_are_the_largest_logits():
 
 
 # networks
-
-
-def test_is_not_far_from_the_smallest():
-    defense, x, y = trained()
-    threat = FREE["l2"]
-    ours, best = (
-        threat.size(attack(defense, x, y) - x).median() for attack in (DeepFool(threat), CW(threat))
-    )
-    assert best * 0.99 < ours < best * 1.5
 
 
 def test_fooled_images_leave_the_batch():

@@ -216,9 +216,6 @@ def test_draws_are_averaged_and_fresh():
     torch.testing.assert_close(ours, x_adv, rtol=0, atol=1e-6)
 
 
-# a backward context
-
-
 # fooled images leave
 
 

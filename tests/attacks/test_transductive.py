@@ -5,7 +5,6 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from lightning_rob.attacks import (
-    GMSA,
     PGD,
     CommonCorruption,
     OnMember,
@@ -82,13 +81,6 @@ def test_strategies_are_those_of_the_attack():
     ]
 
 
-def test_another_radius_reaches_the_inner_attack():
-    attack = PartialBatchAttack(INNER, 0.25, CommonCorruption(Brightness(1))).rescaled(8 / 255)
-    assert attack.attack.threat.eps == pytest.approx(8 / 255)
-    assert attack.attack.step_size == pytest.approx(4 / 255)
-    assert attack.natural == CommonCorruption(Brightness(1))
-
-
 def test_any_transform_is_a_corruption(defense):
     """By each image's own randomness."""
     x, y, index = batch()
@@ -96,11 +88,6 @@ def test_any_transform_is_a_corruption(defense):
     whole = noisy(defense, x, y, Streams.from_index(index, 0))
     assert 0.1 < float((whole - x).std()) < 0.2
     assert torch.equal(whole, noisy(Single(TinyNet()), x, y, Streams.from_index(index, 0)))
-
-
-def test_rehearsals_are_of_whole_rounds():
-    with pytest.raises(TypeError, match=r"write GMSA\(inner=PartialBatchAttack\(…\)\)"):
-        PartialBatchAttack(GMSA(INNER))
 
 
 # adaptation

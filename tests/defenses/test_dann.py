@@ -10,11 +10,8 @@ from torch.nn import functional as F
 
 from lightning_rob.defenses.dann import DANN, domain_adversarial_loss, reversal_weight
 from lightning_rob.defenses.transductive import learning, reinitialized
-from tests.tiny import ROOT, Blobs, TinyDANN, same_weights
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
+from tests.attacks.common import seeded as generator
+from tests.tiny import ROOT, TinyDANN, blobs, same_weights
 
 
 def fast(parameters):
@@ -24,11 +21,6 @@ def fast(parameters):
 def descent(parameters):
     """Adam would make steps of rounding errors, where BatchNorm leaves no gradient."""
     return torch.optim.SGD(parameters, 0.1)
-
-
-def blobs(train=True, **options):
-    pairs = Blobs(**options).source(train)
-    return torch.stack([x for x, _ in pairs]), torch.tensor([y for _, y in pairs])
 
 
 def tiny_defense(**options):

@@ -78,19 +78,13 @@ def test_attacks_see_the_same_network_behind_an_object():
 
 
 REFUSED = {
-    "tuple": (
-        lambda z: (z, 5),
-        r"tuple of 2 \(Tensor \[3, 4\] of torch.float32, int\)",
-    ),
+    "tuple": (lambda z: (z, 5), r"tuple of 2 \(Tensor \[3, 4\] of torch.float32, int\)"),
     "list": (lambda z: [z], "list of 1"),
     "other keys": (lambda z: {"out": z, "aux": z}, "dict with keys out, aux"),
     "vector": (lambda z: z[:, 0], r"Tensor \[3\] of torch.float32"),
     "segmentation": (lambda z: z[..., None, None].expand(-1, -1, 2, 2), r"Tensor \[3, 4, 2"),
     "classes": (lambda z: z.argmax(1), r"Tensor \[3\] of torch.int64"),
-    "one-hot": (
-        lambda z: nn.functional.one_hot(z.argmax(1), 4),
-        r"Tensor .* of torch.int64",
-    ),
+    "one-hot": (lambda z: nn.functional.one_hot(z.argmax(1), 4), r"Tensor .* of torch.int64"),
     "fewer": (lambda z: z[:-1], r"Tensor \[2, 4\]"),
     "fewer, in an object": (lambda z: SimpleNamespace(logits=z[:-1]), r"Tensor \[2, 4\]"),
     "array": (lambda z: z.detach().numpy(), "ndarray"),

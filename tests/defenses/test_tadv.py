@@ -10,16 +10,13 @@ from torch.nn import functional as F
 
 from lightning_rob.attacks import PGD, Attack
 from lightning_rob.defenses import Single
-from lightning_rob.defenses.tadv import TADV, half_adversarial, smoothness
+from lightning_rob.defenses.tadv import TADV, half_adversarial
 from lightning_rob.defenses.transductive import reinitialized
 from lightning_rob.nets import LeNet, MNISTNet, PreActResNet18, ResNet20, SmallCNN
 from lightning_rob.randomness import generator_from, seeded_global_rng
 from lightning_rob.threat import Threat
-from tests.tiny import (
-    Blobs,
-    TinyNet,
-    same_weights,
-)
+from tests.attacks.common import seeded as chance
+from tests.tiny import Blobs, TinyNet, blobs, same_weights
 
 THREAT = Threat("linf", 32 / 255)
 ATTACK = PGD(THREAT, steps=2, step_size=16 / 255)
@@ -28,15 +25,6 @@ ATTACK = PGD(THREAT, steps=2, step_size=16 / 255)
 def batch(n=8):
     chance = torch.Generator().manual_seed(3)
     return torch.rand(n, 3, 8, 8, generator=chance), torch.randint(0, 4, (n,), generator=chance)
-
-
-def blobs(train=True, **sizes):
-    items = Blobs(**sizes).source(train)
-    return torch.stack([x for x, _ in items]), torch.tensor([y for _, y in items])
-
-
-def chance(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 class Spy(Attack):
@@ -97,21 +85,6 @@ def test_wrong_labels_in_the_clean_half_are_refused():
         half_adversarial(
             Single(TinyNet()), torch.rand(4, 3, 8, 8), torch.tensor([9, 0, 0, 0]), Spy()
         )
-
-
-def test_smoothness_is_the_divergence_from_the_networks_own_prediction():
-    net, spy, (x, _) = TinyNet().train(), Spy(), batch()
-    net.norm.running_mean += 0.3
-    twin = copy.deepcopy(net)
-    found = smoothness(net, x, spy)
-    with torch.no_grad():
-        p = twin.eval()(x).softmax(1)
-    q = twin.train()(torch.ones_like(x)).softmax(1)
-    torch.testing.assert_close(found, (p * (p.log() - q.log())).sum(1).mean())
-    assert torch.equal(spy.seen[0][1], p.argmax(1))
-    assert net.norm.num_batches_tracked == 1
-    found.backward()
-    assert net.first.weight.grad.abs().sum() > 0
 
 
 # Weights drawn anew

@@ -25,6 +25,8 @@ from lightning_rob.defenses.transductive import reporting_adaptation
 from lightning_rob.evaluation.protocol import AttackerDefenderSession
 from lightning_rob.objectives import worst_ce
 from lightning_rob.threat import Threat
+from tests.attacks.common import seeded
+from tests.tiny import fit_all
 
 THREAT = Threat("linf", 0.1)
 WEAK = PGD(THREAT, 2, 0.05)
@@ -62,14 +64,7 @@ def images(count, seed=0):
 
 def trained(dropout=0.0):
     torch.manual_seed(0)
-    net, (x, y) = Parts(dropout=dropout), images(64, seed=3)
-    optimizer = torch.optim.Adam(net.parameters(), 0.01)
-    for _ in range(15):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(net(x), y).backward()
-        optimizer.step()
-    optimizer.zero_grad()
-    return net.eval()
+    return fit_all(Parts(dropout=dropout), *images(64, seed=3), 15)
 
 
 SOURCE = images(64, seed=3)
@@ -81,16 +76,11 @@ ADAPTING = {
     "rmc-stateless": partial(RMC, neighbours=16, stateful=False, **QUICK),
     "dann": partial(DANN, **QUICK),
     "tadv": partial(TADV, attack=WEAK, **QUICK),
-    "tadv-batch": partial(TADV, attack=WEAK, use_batch=True, **QUICK),
     "urejectron": partial(
         URejectron, discriminator=partial(Parts, 2, dropout=0.5), tau=0.9, **QUICK
     ),
 }
 every_defense = pytest.mark.parametrize("name", ADAPTING)
-
-
-def seeded(seed):
-    return torch.Generator().manual_seed(seed)
 
 
 def state(defense):
@@ -205,7 +195,7 @@ def test_a_rehearsal_never_changes_the_result(name):
 
 @every_defense
 def test_it_adapts_to_nothing_but_the_images(name):
-    """`adapt` has no labels; TADV without `use_batch` does not even look at the images."""
+    """`adapt` has no labels; TADV does not even look at the images."""
     defense, (x, _) = ADAPTING[name](trained()), images(6)
     one, other = (defense.adapt(batch, seeded(0)) for batch in (x, 1 - x))
     assert same(one, other) == (name == "tadv")
@@ -393,14 +383,15 @@ OUT_OF_RANGE = {
     "rmc-stateless": {"stop": "no"},
     "dann": {"epochs": 0, "batch_size": 0, "scale": -0.1},
     "tadv": {"epochs": 0, "batch_size": 0, "fraction": 1.5},
-    "tadv-batch": {"fraction": 0.0},
     "urejectron": {"tau": 1.5, "epochs": 0, "batch_size": 0, "source_size": 0},
     "dent": {"steps": 0, "statistics": "both"},
 }
 WRONG = [(name, *pair) for name, given in OUT_OF_RANGE.items() for pair in given.items()]
 
 
-@pytest.mark.parametrize(("name", "option", "value"), [*WRONG, ("urejectron", "tau", -0.1)])
+@pytest.mark.parametrize(
+    ("name", "option", "value"), [*WRONG, ("urejectron", "tau", -0.1), ("tadv", "fraction", 0.0)]
+)
 def test_arguments_out_of_range(name, option, value):
     with pytest.raises(ValueError, match=f"{option} must .*{value}"):
         ADAPTING[name](trained(), **{option: value})

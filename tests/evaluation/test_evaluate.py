@@ -397,17 +397,6 @@ def test_a_loader_may_reuse_its_buffers():
     assert torch.equal(found.scores, expected.scores)
 
 
-def test_attacks_in_another_order_do_not_resume(tmp_path):
-    batches = DataLoader(data(), 50)
-    settings = {"group_size": 10, "progress": False, "resume": tmp_path}
-    with pytest.raises(KeyboardInterrupt):
-        evaluate(net(), {**ATTACKS, "a": Stopping(3)}, batches, **settings)
-    attacks = {"pgd": ATTACKS["pgd"], "weak": ATTACKS["weak"], "a": Stopping()}
-    found = evaluate(net(), attacks, batches, **settings)
-    expected = evaluate(net(), ATTACKS, batches, group_size=10, progress=False)
-    assert torch.equal(found.per_image("pgd"), expected.per_image("pgd"))
-
-
 def test_a_callback_that_had_finished_before_a_crash_attacks_no_more(tmp_path):
     class Crash(Callback):
         def on_test_epoch_end(self, *_):

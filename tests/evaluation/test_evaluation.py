@@ -340,17 +340,6 @@ def evaluate(module, *callbacks, data=None, **options):
     return run.test(module, data or Blobs(test_size=33), verbose=False)[0]
 
 
-def test_nine_attacks_that_do_nothing_leave_a_random_defense_as_it_is():
-    torch.manual_seed(0)
-    module = AdversarialTraining(TinyNet, defense=lambda net: Single(Noisy(net)))
-    callback = RobustEval({f"nothing_{i}": NOTHING for i in range(ATTACKS)}, inferences=10)
-    evaluate(module, callback, data=Blobs(test_size=200))
-    clean, worst = callback.results[0], callback.results[-1]
-    assert callback.result.random
-    assert clean.details["interval_covers"] == "images and inferences"
-    assert worst.accuracy == pytest.approx(clean.accuracy)  # every attack meets the same luck
-
-
 def test_private_draws_widen_the_interval_and_are_recorded():
     torch.manual_seed(0)
     module = AdversarialTraining(lambda: linear(inputs=192), defense=Whim)

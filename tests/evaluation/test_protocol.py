@@ -1,12 +1,9 @@
 """Games with defenses that adapt: who sees what, which images are played together."""
 
-import copy
-
 import pytest
 import torch
-from torch import nn
 
-from lightning_rob.attacks import GMSA, PGD, Attack, NoAttack
+from lightning_rob.attacks import GMSA, PGD, Attack
 from lightning_rob.callbacks import RobustEval
 from lightning_rob.data.base import labelled_images
 from lightning_rob.defenses import DENT, Defense
@@ -262,23 +259,6 @@ def test_without_a_data_module_of_ours_the_source_must_be_given():
     for images, labels in ((2, 3), (0, 0)):
         with pytest.raises(ValueError, match="source must have"):
             Pupil(TinyNet(), source=(torch.rand(images, 1), torch.zeros(labels)))
-
-
-def test_adapted_defenses_share_what_nobody_writes_to():
-    pupil = Pupil(TinyNet(), source=(torch.rand(2, 3, 8, 8), torch.tensor([0, 3])))
-    other = pupil.copy_with(adapted=copy.deepcopy(pupil.net))
-    assert other.net is pupil.net
-    assert pupil.adapted is None
-    assert "adapted" not in dict(pupil.named_modules())
-    assert isinstance(other.adapted_model.net, TinyNet)
-    assert other.adapted_model.net is other.adapted
-    assert other.base_model.net is pupil.net
-    assert isinstance(other, nn.Module)
-
-
-def test_untouched_images_stay_as_they_are():
-    x = torch.rand(2, 3, 8, 8)
-    assert torch.equal(NoAttack(THREAT)(Pupil(TinyNet()), x, torch.zeros(2).long()), x)
 
 
 def test_what_makes_no_game():
