@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer, seed_everything
 from matplotlib.patches import Circle
 from torch import nn
 
-from lightning_rob import ARC, BAT, PGD, Ensemble, OnMember, Strongest, Threat, evaluate
+from lightning_rob import ARC, BAT, PGD, Ensemble, LatticeClimber, Threat, evaluate
 from lightning_rob.data import Patches10
 from lightning_rob.nets import SmallCNN
 
@@ -95,11 +95,10 @@ trainer.fit(module, data)
 
 # %%
 pgd = PGD(linf, steps=20, step_size=2 / 255, random_start=False)
-start = Strongest((pgd, OnMember(pgd, 0)))
 attacks = {
     "adaptive_pgd": pgd,
     "arc": ARC(linf, steps=20, step_size=8 / 255, neighbours=4, early_stop=True),
-    "arc_warm": ARC(linf, steps=20, step_size=1 / 255, neighbours=4, early_stop=True, start=start),
+    "climb": LatticeClimber(linf),
 }
 data.setup("test")
 result = evaluate(module, attacks, data.test_dataloader(), progress=False)
@@ -121,7 +120,7 @@ print(result.table())
 # The last three accuracies are of the same ensemble, for the same images in the same ball; the
 # attack alone makes the difference. An evaluation by adaptive PGD would report the orange bar.
 #
-# Report `worst`, and attack a randomized ensemble with `arc_suite`, or from the command line:
+# Report `worst`, and attack a randomized ensemble with the climb; from the command line with all:
 #
 # ```bash
 # lightning-rob test --ckpt_path last.ckpt --trainer.callbacks+=rec_suite
