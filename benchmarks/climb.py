@@ -37,9 +37,7 @@ def attacks(threat):
     return {
         "adaptive PGD": pgd,
         **{f"ARC, eta = eps / {share}": a for share, a in zip((1, 2, 4, 8), radii, strict=True)},
-        "ARC from four attacks": ARC(
-            threat, 20, threat.eps / 8, None, False, first, True
-        ),
+        "ARC from four attacks": ARC(threat, 20, threat.eps / 8, None, False, first, True),
         "climb": LatticeClimber(threat),
     }
 

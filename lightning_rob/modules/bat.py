@@ -61,7 +61,8 @@ class SequentialTraining(RobustModule):
         if len(self.epochs) != members or min(self.epochs, default=0) < 0 or sum(self.epochs) < 1:
             raise ValueError(f"epochs must be a count for each of {members} members, got {epochs}")
         given = checkpoints or [None] * members
-        random = [i for i, n in enumerate(self.epochs) if not n and given[i : i + 1] == [None]]
+        last = max(i for i, count in enumerate(self.epochs) if count)
+        random = [i for i in range(last) if not self.epochs[i] and given[i : i + 1] == [None]]
         if random:
             raise ValueError(
                 f"members {random} (counted from 0) have 0 epochs and no checkpoint: "

@@ -36,7 +36,7 @@ def blobs(train: bool, count: int) -> tuple[torch.Tensor, torch.Tensor]:
 def net() -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return tiny.fit(TinyNet(), *blobs(True, 96), 40)
+        return tiny.fit_all(TinyNet(), *blobs(True, 96), 40)
 
 
 def made(net: nn.Module, **options) -> URejectron:

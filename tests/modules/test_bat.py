@@ -116,7 +116,7 @@ def test_members_start_from_checkpoints(tmp_path):
     ("options", "message"),
     [
         ({"epochs": [1]}, "epochs must be a count for each of 2 members"),
-        ({"epochs": [1, 0]}, "members \\[1\\] .* 0 epochs and no checkpoint"),
+        ({"epochs": [0, 1]}, "members \\[0\\] .* 0 epochs and no checkpoint"),
         ({"epochs": 0}, "epochs must be"),
         ({"probs": [1.0]}, "2 members need 2 probs"),
         ({"probs": [1.2, -0.2]}, "must not be negative"),
