@@ -62,6 +62,7 @@ def main():
     parser.add_argument("--data", choices=["digits", "mnist", "cifar10"], default="digits")
     parser.add_argument("--root", default="cifar10", help="folder of CIFAR-10 or MNIST")
     parser.add_argument("--images", type=int, default=200)
+    parser.add_argument("--steps", type=int, nargs="+", help="of the climb; then no other attack")
     parser.add_argument("--equal", action="store_true", help="make the members equally probable")
     options = parser.parse_args()
     photographs = options.data == "cifar10"
@@ -83,7 +84,11 @@ def main():
         if options.equal:
             defense = Ensemble(defense.members)
         passes, rows = counted(defense.members), {"clean": (x, 0, 0.0)}
-        for name, attack in attacks(threat).items():
+        tried = attacks(threat)
+        if options.steps:
+            longer = {f"climb, {n} steps": LatticeClimber(threat, n) for n in options.steps}
+            tried = {"climb": tried["climb"], **longer}
+        for name, attack in tried.items():
             passes[0], begin = 0, time.process_time()
             x_adv = attack(defense, x, y, torch.Generator().manual_seed(0))
             rows[name] = x_adv, passes[0] / len(x), time.process_time() - begin
