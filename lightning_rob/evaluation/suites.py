@@ -59,16 +59,18 @@ def plug_in_for(defense: Defense) -> str:
 
 
 def attacks_by_name(name: str, defense: Defense, threat: Threat) -> dict[str, Attack]:
-    """Return the attacks that one word stands for: pgd, autoattack, auto or suite."""
-    if name == "suite":
-        return suite_for(defense, threat).attacks
+    """Return the attacks that one word stands for: suite, or one of that suite or beside it."""
     if name == "auto":
         return {name: Auto(threat)}
     if name == "autoattack":
         return {name: AutoAttack(threat)}
     if name == "pgd":
         return {name: PGD(threat, 20, step_across(threat.eps, 20, 4))}
-    raise ValueError(f"attacks must be pgd, autoattack, auto, suite or a mapping, got {name!r}")
+    suite = suite_for(defense, threat).attacks
+    if name not in ("suite", *suite):
+        words = ", ".join(dict.fromkeys(("suite", "auto", "autoattack", "pgd", *suite)))
+        raise ValueError(f"attacks must be a mapping or one of {words}; got {name!r}")
+    return suite if name == "suite" else {name: suite[name]}
 
 
 def default_attacks(defense: Defense, threat: Threat) -> dict[str, Attack]:

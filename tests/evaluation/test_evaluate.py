@@ -119,8 +119,11 @@ def test_one_word_for_attacks():
     auto = evaluate(net(), "auto", images, norm="l2", max_images=4, **options)
     assert {str(attack.threat) for attack in auto.attacks.values()} == {"l2 8/255"}
     assert auto.names == ["clean", "auto"]
+    ensemble = Ensemble([net(), net()])
+    assert evaluate(ensemble, "climb", images, max_images=4, **options).names == ["clean", "climb"]
     for attacks, eps, message in (
-        ("pdg", 0.1, "attacks must be pgd, autoattack, auto, suite or a mapping, got 'pdg'"),
+        ("pdg", 0.1, "a mapping or one of suite, auto, autoattack, pgd, .*square.*; got 'pdg'"),
+        ("climb", 0.1, "got 'climb'"),  # of a randomized ensemble
         ("pgd", None, "attacks given by one word need eps, such as eps=8/255"),
         (named, 0.1, "attacks given by one word need eps"),
     ):
