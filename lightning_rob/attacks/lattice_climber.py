@@ -75,7 +75,7 @@ class LatticeClimber(Attack):
 
     Args:
         threat: the ball and the bounds; linf or l2.
-        steps: the largest number of steps for one set.
+        steps: the largest number of steps for one set; 100 where a point matters.
         step_size: length of the first signed step in pixel units; None is eps / 4.
         classes: number of wrong classes that are tried for each member alone: the runner-up of each
             step, then the next largest logits of the clean image.
