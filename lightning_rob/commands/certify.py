@@ -39,7 +39,8 @@ class CertifyConfig(CommandConfig):
         failure: probability that the radius of an image is too large
         steps: of PGD on the vote
         seed: of all noise, and of the choice of images
-        out: folder for certified.csv, .json, .jsonl and .png; else certificates/CHECKPOINT_SIGMA
+        out: folder for certified.csv, .json, .jsonl and .png; else
+            certificates/CHECKPOINT_FINGERPRINT_SIGMA
     """
 
     usage: ClassVar[str] = "CHECKPOINT [options of test]"
@@ -113,9 +114,10 @@ def run(config: CertifyConfig, run: "Run") -> bool:
     wrong = certified.violations(attacked)
     if run.trainer.is_global_zero:
         print_table("Attacked: PGD on the vote", attacked.measurements())
-        folder = config.out or Path("certificates") / f"{Path(run.checkpoint or '').stem}_{sigma:g}"
+        weights, name = fingerprint(run.defense), Path(run.checkpoint or "").stem
+        folder = config.out or Path("certificates") / f"{name}_{weights[:8]}_{sigma:g}"
         folder.mkdir(parents=True, exist_ok=True)
-        card = {"weights": fingerprint(run.defense), "command": run.command}
+        card = {"weights": weights, "command": run.command}
         attacked.save(folder / "certified.csv", card, certified.columns())
         found = certified.record(radii) | card | {"violations": wrong}
         append_records(folder / "certified.jsonl", [found])

@@ -80,8 +80,8 @@ def evaluate(
         model: a `Defense`; a module with a `defense`, such as a `RobustModule`; or a network
             [B, C, H, W] -> [B, K], which is wrapped in `Single`.
         attacks: name -> attack; or one word for attacks within `eps`: "pgd" of 20 steps,
-            "autoattack", "auto" (`Auto`, which adapts itself), "suite", all that the audit runs
-            on such a defense, or one of these, such as "climb" on a randomized ensemble.
+            "autoattack", "auto" (`Auto`, which adapts itself), "suite", all within that ball that
+            the audit runs on such a defense, or one of these, such as "climb" on an ensemble.
         batches: (x, y) or (x, y, index): images in [0, 1], labels, and the images' indices, by
             which all noise is keyed; without them the position is the index.
         eps: radius of attacks given by one word, in pixel units; "8/255" is accepted.

@@ -121,6 +121,8 @@ def test_one_word_for_attacks():
     assert auto.names == ["clean", "auto"]
     ensemble = Ensemble([net(), net()])
     assert evaluate(ensemble, "climb", images, max_images=4, **options).names == ["clean", "climb"]
+    whole = evaluate(net(), "suite", images, max_images=4, **options)
+    assert {attack.threat for attack in whole.attacks.values()} == {Threat("linf", "8/255")}
     for attacks, eps, message in (
         ("pdg", 0.1, "a mapping or one of suite, auto, autoattack, pgd, .*square.*; got 'pdg'"),
         ("climb", 0.1, "got 'climb'"),  # of a randomized ensemble
