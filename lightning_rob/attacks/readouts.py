@@ -265,7 +265,8 @@ class Readouts(Backward):
                 # accepted where the network accepts.
                 accepted = [k for k in range(own.shape[1]) if k != rejects]
                 highest = own[:, accepted].amax(1).to(value)
-            logits = (highest - readout.size[images])[:, None].expand(own.shape)
+            # Below the lowest of both classes, or attacks on the runner-up follow others at first.
+            logits = (highest - 2 * readout.size[images])[:, None].expand(own.shape)
             logits = _with(logits, self.y[images], highest - value.clamp_min(0))
             logits = _with(logits, self.target[images], highest + value.clamp_max(0))
             if rejects is not None:

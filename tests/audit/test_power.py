@@ -224,6 +224,22 @@ def test_attacks_that_drop_images_reorder_them_or_need_more_classes(nets, batch)
     assert power(nets[2], Square(THREAT, 10), *batch).rate < 0.95
 
 
+def test_attacks_on_the_runner_up_see_the_class_of_the_planted_image(nets, batch, monkeypatch):
+    """All other classes stay below it, also at the clean images."""
+    seen, own = [], _Trial.planted
+
+    def planted(self, *args):
+        seen.append(own(self, *args))
+        return seen[-1]
+
+    monkeypatch.setattr(_Trial, "planted", planted)
+    power(nets[0], PGD20, *batch)
+    readouts, (x, y), defense = seen[0][0], batch, working_copy(Single(nets[0]))
+    with readouts(defense), torch.no_grad():
+        others = defense.logits(x)[0].scatter(1, y[:, None], -torch.inf)
+    assert torch.equal(others.argmax(1), readouts.target)
+
+
 def test_ensembles(nets, batch):
     """The planted image fools all members at once: an attack on one of them does not find it."""
     ensemble = Ensemble(nets, [0.5, 0.3, 0.2])
