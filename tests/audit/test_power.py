@@ -237,7 +237,9 @@ def test_attacks_on_the_runner_up_see_the_class_of_the_planted_image(nets, batch
     readouts, (x, y), defense = seen[0][0], batch, working_copy(Single(nets[0]))
     with readouts(defense), torch.no_grad():
         others = defense.logits(x)[0].scatter(1, y[:, None], -torch.inf)
+    first, second = others.topk(2).values.T
     assert torch.equal(others.argmax(1), readouts.target)
+    assert ((first - second) / readouts.made[0].size > 0.5).all()
 
 
 def test_ensembles(nets, batch):
