@@ -17,10 +17,30 @@ from lightning_rob.cli.lightning_cli import RobustCLI
 from lightning_rob.data import ImageData
 from lightning_rob.nets import PreActResNet18, ResNet20, SmallCNN, ZooNet
 from lightning_rob.recipes.plugins import expand
-from lightning_rob.threat import Threat
+from lightning_rob.threat import Threat, pixels
 from lightning_rob.transforms import named
 from tests.nets.test_weights import dverge_state
 from tests.tiny import ROOT, pgd, recipe, records, robust_eval, run, same_weights, weights
+
+
+def attacks_in(content):
+    """Return every attack with its name, however deep in a recipe or plug-in."""
+    if isinstance(content, list):
+        return [pair for part in content for pair in attacks_in(part)]
+    if not isinstance(content, dict):
+        return []
+    here = content.get("attacks")
+    found = list(here.items()) if isinstance(here, dict) else []
+    return found + [pair for part in content.values() for pair in attacks_in(part)]
+
+
+def local_radius(attack):
+    """Return the local radius as a share of eps; None if it is left to ARC."""
+    assert attack["class_path"].endswith("ARC")
+    options = attack["init_args"]
+    radius = options.get("step_size")
+    return radius and pixels(radius) / pixels(options["threat"]["eps"])
+
 
 GROUPS = sorted((ROOT / "configs/mixins").glob("group_*.yaml"))
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -509,3 +529,33 @@ def test_every_file_is_a_recipe_a_mix_in_or_a_search_space():
     mix_ins = {path.stem for path in (ROOT / "configs/mixins").iterdir()}
     assert mix_ins == {*MIX_INS, *(path.stem for path in GROUPS)} | HAVE_TESTS_OF_THEIR_OWN
     assert all("class_path" in content_of(path)["model"] for path in CONFIGS)
+
+
+def test_attacks_called_arc_are_the_papers():
+    """One local radius: eps for linf, PGD's step of eps / 4 for l2."""
+    files = [*CONFIGS, *PLUGINS]
+    attacks = [pair for p in files for pair in attacks_in(content_of(p))]
+    single = [attack for name, attack in attacks if name in ("arc", "arc_top4", "member_1_arc")]
+    assert len(single) >= 10
+    for attack in single:
+        norm = attack["init_args"]["threat"]["norm"]
+        assert local_radius(attack) in (None, pytest.approx({"linf": 1, "l2": 0.25}[norm]))
+
+
+def test_the_first_member_is_attacked_as_the_ensemble_is():
+    """The same attacks in the same order, so that their rows can be paired."""
+
+    def attacks(*names):
+        return [attack for n in names for attack in plugged(n)["init_args"]["attacks"].values()]
+
+    alone = attacks("first_member", "first_member_arc")
+    assert alone == attacks("adaptive_pgd", "arc", "climb")
+    demo = content_of(ROOT / "configs/demo.yaml")["trainer"]["callbacks+"]
+    each, twice, first = (callback["init_args"] for callback in demo[1:])
+    whole = each["attacks"] | twice["attacks"]
+    assert list(first["attacks"].values()) == list(whole.values())
+
+
+def test_no_yaml_drops_callbacks():
+    for file in [*(ROOT / "configs").rglob("*.yaml"), *PLUGINS]:
+        assert "callbacks:" not in file.read_text()

@@ -210,3 +210,17 @@ def test_differences_below_single_precision_decide_between_confident_draws():
     logits = torch.tensor([[[1.0, 1e-9]], [[1e-10, 1.0]]], dtype=torch.float64).log().float()
     exact = logits.double().softmax(-1).mean(0).argmax(-1)
     assert mean_probs(logits, torch.full((2,), 0.5)).argmax(-1) == exact == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_vote_in_a_thousand_decides(dtype):
+    choices = [[1, 0]] * 500 + [[0, 1]] * 501
+    logits, weights = ballots(*choices, classes=2).to(dtype), torch.full((1001,), 1 / 1001)
+    assert majority(logits, weights).tolist() == one_hot(0, 2)
+
+
+@pytest.mark.parametrize("rule", [majority, top2_majority])
+def test_leading_draw_of_no_weight_breaks_no_tie(rule):
+    logits = ballots([2, 0, 1], [1, 0, 2], [2, 0, 1])
+    weights = torch.tensor([0.0, 0.5, 0.5])
+    assert torch.equal(rule(logits, weights), rule(logits[1:], weights[1:]))

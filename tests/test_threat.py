@@ -8,7 +8,7 @@ from scipy import stats
 from lightning_rob.attacks import PGD
 from lightning_rob.defenses import Single
 from lightning_rob.randomness import Streams
-from lightning_rob.threat import Threat, pixels
+from lightning_rob.threat import Threat, norm_order, pixels
 from tests.attacks.common import assert_inside
 
 ORDERS = [1, 1.5, 2, 3, math.inf]
@@ -248,3 +248,19 @@ def test_steepest_keeps_ties_of_l1_on_one_pixel():
     direction = Threat(1).steepest(torch.tensor([[-2.0, 2.0, 1.0]]))
     assert direction.abs().sum() == 1
     assert (direction != 0).sum() == 1
+
+
+def test_orders_are_dual():
+    orders = {"linf": (math.inf, 1), "l2": (2, 2), "l1": (1, math.inf)}
+    orders |= {2: (2, 2), 1: (1, math.inf), 3: (3, 1.5)}
+    for norm, (p, q) in orders.items():
+        assert norm_order(norm) == p
+        assert (Threat(norm).p, Threat(norm).q) == (p, pytest.approx(q)), norm
+
+
+def test_apply_never_leaves_the_bounds():
+    threat = Threat("linf", 0.5, (-0.1, 0.7))
+    x, delta = torch.tensor([[-0.1, 0.3, 0.7]]), torch.tensor([[-1e-7, 0.1, 0.2]])
+    applied = threat.apply(delta, x)
+    assert applied.min() >= -0.1
+    assert applied.tolist()[0] == pytest.approx([-0.1, 0.4, 0.7])

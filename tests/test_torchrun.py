@@ -1,6 +1,7 @@
 """Two nodes of one process each, by torchrun or as SLURM starts them, do what one process does."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -93,3 +94,30 @@ def test_two_nodes_train_and_leave_one_checkpoint_that_one_process_tests(tmp_pat
     done = shell("validate", "--config", attacked(tmp_path / "one"), "--ckpt_path", path)
     assert done.returncode == 0, done.stderr
     assert {r["name"]: r["accuracy"] for r in records(tmp_path / "one")} == last
+
+
+@pytest.mark.slow
+def test_workers_of_ray_leave_the_records_of_one_process(tmp_path):
+    """By the script of the page."""
+    pytest.importorskip("ray")
+    page = (ROOT / "docs/running.md").read_text()
+    script = tmp_path / "on_ray.py"
+    script.write_text(re.search(r"```python\n(import os\n.*?import ray.*?)```", page, re.S)[1])
+    done = shell("fit", "--config", recipe(tmp_path))
+    assert done.returncode == 0, done.stderr
+    checkpoint, images = tmp_path / "run/version_0/checkpoints/epoch=3-step=16.ckpt", []
+    for name, start in {"one": ["-m", "lightning_rob"], "two": [script, 2]}.items():
+        strategy = [] if name == "one" else [DDP]
+        given = ["test", "--config", attacked(tmp_path / name), "--ckpt_path", checkpoint]
+        done = subprocess.run(
+            [sys.executable, *map(str, [*start, *given, *strategy])],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
+            cwd=ROOT,
+        )
+        assert done.returncode == 0, done.stderr
+        images.append([p.read_bytes() for p in sorted((tmp_path / name).rglob("images/*.csv"))])
+    assert images[0]
+    assert images[0] == images[1]
+    assert figures(tmp_path / "one") == figures(tmp_path / "two")

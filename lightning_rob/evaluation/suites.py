@@ -66,14 +66,12 @@ def attacks_by_name(name: str, defense: Defense, threat: Threat) -> dict[str, At
         return {name: AutoAttack(threat)}
     if name == "pgd":
         return {name: PGD(threat, 20, step_across(threat.eps, 20, 4))}
-    suite = suite_for(defense, threat).attacks
+    # The audit alone takes balls of another size, within which "worst" means nothing.
+    suite = {n: a for n, a in suite_for(defense, threat).attacks.items() if a.threat == threat}
     if name not in ("suite", *suite):
         words = ", ".join(dict.fromkeys(("suite", "auto", "autoattack", "pgd", *suite)))
         raise ValueError(f"attacks must be a mapping or one of {words}; got {name!r}")
-    if name != "suite":
-        return {name: suite[name]}
-    # "worst" is that within the threat: the audit alone takes balls of another size.
-    return {name: attack for name, attack in suite.items() if attack.threat == threat}
+    return suite if name == "suite" else {name: suite[name]}
 
 
 def default_attacks(defense: Defense, threat: Threat) -> dict[str, Attack]:

@@ -60,16 +60,15 @@ class SequentialTraining(RobustModule):
         self.epochs = [epochs] * members if isinstance(epochs, int) else list(epochs)
         if len(self.epochs) != members or min(self.epochs, default=0) < 0 or sum(self.epochs) < 1:
             raise ValueError(f"epochs must be a count for each of {members} members, got {epochs}")
-        given = checkpoints or [None] * members
+        self.probs = sampling_probabilities(probs, members)
+        self.members = new_members(net, members, checkpoints)
         last = max(i for i, count in enumerate(self.epochs) if count)
-        random = [i for i in range(last) if not self.epochs[i] and given[i : i + 1] == [None]]
-        if random:
+        loaded = checkpoints or [None] * members
+        if random := [i for i in range(last) if not (self.epochs[i] or loaded[i])]:
             raise ValueError(
                 f"members {random} (counted from 0) have 0 epochs and no checkpoint: "
                 "they would keep random weights"
             )
-        self.probs = sampling_probabilities(probs, members)
-        self.members = new_members(net, members, checkpoints)
         self.attack = attack
         self.monitor = monitor
         self.best: dict[str, Any] = {"value": None, "weights": {}}

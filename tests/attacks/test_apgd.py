@@ -7,7 +7,7 @@ from lightning_rob.attacks import APGD, PGD, attacking
 from lightning_rob.attacks.active_set import derived
 from lightning_rob.attacks.apgd import checkpoints, surface_point
 from lightning_rob.defenses import DENT, Ensemble, RandomTransforms, Single
-from lightning_rob.objectives import expected_ce, expected_dlr, worst_ce
+from lightning_rob.objectives import expected_ce, expected_dlr, expected_margin, worst_ce
 from lightning_rob.randomness import Streams
 from lightning_rob.rules import mean_probs
 from lightning_rob.threat import Threat
@@ -165,3 +165,15 @@ def test_too_few_classes(classes, options, message):
     x, _ = images(4)
     with pytest.raises(ValueError, match=message):
         APGD(LINF, 5, **options)(Single(net), x, net(x).argmax(1), seeded())
+
+
+@both_norms
+@pytest.mark.parametrize("objective", [expected_ce, expected_dlr, expected_margin])
+def test_is_as_strong_as_pgd_with_restarts(threat, objective):
+    defense, (x, y) = Single(trained_net(1)), images(100, seed=2)
+    pgd = PGD(threat, 40, threat.eps / 8, expected_margin, restarts=3, early_stop=True)
+    reference = right(defense, pgd(defense, x, y, seeded()), y)
+    x_adv = APGD(threat, 100, objective, restarts=3)(defense, x, y, seeded())
+    assert_inside(threat, x_adv, x)
+    assert right(defense, x_adv, y).sum() <= reference.sum() + 5
+    assert 0 < reference.mean() < 0.9

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 from lightning_rob.attacks import (
     ARC,
@@ -247,3 +248,18 @@ CANNOT = r"accelerated twice|leave out early_stop or (auto|tf32)"
 def test_what_is_refused(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+def test_half_precision_climbs_nearly_as_far():
+    """On a network of random weights, whose gradients are all noise: the worst case."""
+    torch.manual_seed(0)
+    net, (x, y) = settled(SmallCNN(channels=3)), picture(32)
+    attack = PGD(LINF, 5, 0.03, random_start=False)
+    exact, fast = (
+        attack(Single(net), x, y),
+        Accelerated(attack, autocast="bfloat16")(Single(net), x, y),
+    )
+    clean, best, reached = (cross_entropy(net(images), y).item() for images in (x, exact, fast))
+    assert fast.dtype == torch.float32
+    assert not torch.equal(exact, fast)
+    assert reached - clean > 0.8 * (best - clean) > 0

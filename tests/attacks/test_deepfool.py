@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from lightning_rob.attacks import DeepFool
+from lightning_rob.attacks import CW, DeepFool
 from lightning_rob.defenses import Ensemble, Single
 from lightning_rob.threat import Threat
 from tests.attacks.common import Affine, Recording, assert_inside
-from tests.attacks.test_cw import Shaky, affine, distances
+from tests.attacks.test_cw import Shaky, affine, distances, trained
 
 FREE = {"linf": Threat("linf", 1), "l2": Threat("l2", 100)}
 both_norms = pytest.mark.parametrize("threat", FREE.values(), ids=FREE.keys())
@@ -103,3 +103,12 @@ def test_wrong_draw_does_not_turn_the_image_back(threat):
     assert rows.any()
     margin = (net(x_adv) - net(x)).gather(1, y[:, None])[:, 0]
     assert (margin[rows] < 0).all()
+
+
+def test_is_not_far_from_the_smallest():
+    defense, x, y = trained()
+    threat = FREE["l2"]
+    ours, best = (
+        threat.size(attack(defense, x, y) - x).median() for attack in (DeepFool(threat), CW(threat))
+    )
+    assert best * 0.99 < ours < best * 1.5

@@ -22,6 +22,8 @@ from lightning_rob.transforms.pool import chosen
 from tests.attacks.common import ConvNet, assert_inside, seeded
 from tests.attacks.test_taa import images, members_right, trained
 
+every_aggregate = pytest.mark.parametrize("aggregate", AGGREGATES)
+
 LINF = Threat("linf", 0.05)
 FGSM = PGD(LINF, 1, LINF.eps, random_start=False)
 INNER = {
@@ -463,3 +465,21 @@ def test_is_made_of_its_inner_attack_and_tells_its_bound():
     with pytest.raises(ValueError, match="its norm cannot be 'linf'"):
         mean.rescaled(0.5, "linf")
     assert hash(attack) == hash(PAA(FGSM, max_dissimilarity=0.25, ranking=("clean",)))
+
+
+@every_aggregate
+def test_lowers_the_accuracy_and_with_no_limits_nothing_is_left(aggregate, five):
+    x, y = images(60, seed=8)
+
+    def right(z):
+        return five(z).gather(1, y[:, None]).mean().item()
+
+    def share(z):
+        return members_right(five, z, y)[:4].float().mean().item()
+
+    assert right(x) > 0.95
+    inner = PGD(Threat("linf", 0.02), 1, 0.02, random_start=False)
+    small, large = (PAA(inner, aggregate, bound)(five, x, y) for bound in (0.2, 10.0))
+    assert share(small) < share(x) - 0.2
+    assert share(large) == 0
+    assert right(large) < 0.1  # the fifth, which is no candidate, may break a tie

@@ -18,6 +18,14 @@ from tests.callbacks.test_cross_eval import study as evaluated
 from tests.schema import checked
 from tests.tiny import Blobs, TinyNet
 
+
+class NonFinite(TinyNet):
+    """Its logits are not finite."""
+
+    def forward(self, x):
+        return super().forward(x) * torch.nan
+
+
 NAMES = ["clean", "rotate_90", "flip_both"]
 THREAT = Threat("linf", 0.1)
 WEAK = PGD(THREAT, 1, 0.1, random_start=False)
@@ -153,3 +161,9 @@ def test_only_some_attacks_are_run():
     assert list(VotingRuleEval(attacks, only=["pgd*"]).attacks) == ["pgd_avg", "pgd_max"]
     with pytest.raises(ValueError, match="no attack is called cw: fgsm_avg, pgd_avg, pgd_max"):
         VotingRuleEval(attacks, only=["cw"])
+
+
+def test_logits_that_are_not_finite_are_no_success_of_an_attack():
+    mixed = TransformEnsemble([*nets(1), NonFinite().eval()], ["clean", "rotate_90"])
+    with pytest.raises(ValueError, match="logits are not numbers on 33 of 33 images"):
+        study(mixed, VotingRuleEval({"pgd": WEAK}, attacked=["clean"]))

@@ -30,6 +30,8 @@ from lightning_rob.threat import Threat
 from tests.cli.hostile import CANARY, evil
 from tests.tiny import pgd, recipe, robust_eval, run
 
+CALLS = []
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
@@ -205,3 +207,13 @@ def test_the_attack_that_fails_is_named():
     with pytest.raises(LookupError, match="odd") as failed:
         lightning_rob.evaluate(net, attacks, [(x, y)])
     assert failed.value.__notes__ == ["under the attack 'bad'"]
+
+
+def test_lightning_calls_nothing_that_a_checkpoint_names(tmp_path):
+    """The advice of docs/yours.md: `load_from_checkpoint`; Lightning 2.6.5 called the function."""
+    named = {"_instantiator": f"{__name__}.called", "anything": 1}
+    content = {"pytorch-lightning_version": "2.6.6", "state_dict": {}, "hyper_parameters": named}
+    torch.save(content, tmp_path / "evil.ckpt")
+    with pytest.raises(ValueError, match="instantiator"):
+        AdversarialTraining.load_from_checkpoint(tmp_path / "evil.ckpt", strict=False)
+    assert not CALLS

@@ -7,6 +7,13 @@ from lightning_rob.data.source_target import SourceTargetData
 from tests.tiny import Blobs
 
 
+class WithoutLabels(Blobs):
+    """Test images whose labels are not to be read."""
+
+    def source(self, train):
+        return [(x, None) for x, _ in super().source(train)]
+
+
 def with_target(**options):
     settings = {"source": Blobs(), "target": Blobs(test_size=40)} | options
     data = SourceTargetData(**settings)
@@ -97,3 +104,8 @@ def test_evaluation_needs_no_target():
     assert len(data.test_dataloader()) == 3
     with pytest.raises(FileNotFoundError, match=r"no file of images nowhere\.pt"):
         data.setup("fit")
+
+
+def test_the_targets_labels_are_never_read():
+    """Not even where they are no labels."""
+    assert len(next(epochs(with_target(target=WithoutLabels(test_size=40))))) == 3

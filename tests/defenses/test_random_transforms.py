@@ -342,3 +342,11 @@ def test_another_call_draws_anew_and_the_same_streams_repeat():
     first, second = rt.logits(images(), noise), rt.logits(images(), noise)
     assert not torch.equal(first, second)
     assert torch.equal(first, rt.logits(images(), streams()))
+
+
+def test_a_large_radius_leaves_nothing():
+    torch.manual_seed(0)
+    rt = defense([GaussianNoise(0.05), VerticalFlip(p=0.5)], size=2, draws=20)
+    y = rt(images()).argmax(1)
+    x_adv = PGD(Threat("linf", 1.0), 40, 0.1, draws=5)(rt, images(), y, streams())
+    assert not (rt(x_adv, streams(4, 9)).argmax(1) == y).any()

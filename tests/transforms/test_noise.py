@@ -133,3 +133,13 @@ def test_summed_quantile_in_single_precision():
         summed_poisson_quantile(u.double(), rate.double(), 4.0),
     )
     assert float(summed_poisson_quantile(u, rate, 4.0)[-1]) < 20
+
+
+def test_poisson_mean_and_variance():
+    """Of alpha * Poisson(x / alpha): x and alpha x."""
+    x = torch.full((1, 1, 400, 400), 0.37, dtype=torch.float64)
+    (noise,) = PoissonNoise(0.1).sample(x, generator())
+    assert abs(noise.mean()) < 0.002
+    assert abs(noise.var() / 0.037 - 1) < 0.02
+    counts = (x + noise) / 0.1
+    assert torch.allclose(counts, counts.round(), atol=1e-9)
