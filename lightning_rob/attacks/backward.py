@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_rob.attacks.residual import Block, Branch, replaced, residual_blocks
-from lightning_rob.attacks.residual import Forward as Forward
+from lightning_rob.attacks.residual import Block, Branch, Forward, replaced, residual_blocks
 from lightning_rob.defenses import Defense, random_transforms_in
 from lightning_rob.defenses.network import logits_in
 from lightning_rob.defenses.random_transforms import Gradients, Shared

@@ -10,11 +10,12 @@ from torch import Tensor
 from torch._functorch import config as functorch_config
 
 from lightning_rob.attacks.active_set import positions, rows_of
-from lightning_rob.attacks.backward import Backward, Forward, entered, other_forward
+from lightning_rob.attacks.backward import Backward, entered, other_forward
 from lightning_rob.attacks.base import Attack, is_batch_separable
 from lightning_rob.attacks.budget import PassCount
 from lightning_rob.attacks.execution import run_in_chunks
 from lightning_rob.attacks.nested import walk
+from lightning_rob.attacks.residual import Forward
 from lightning_rob.defenses import Defense
 from lightning_rob.randomness import Generator
 from lightning_rob.runtime.errors import at_least
