@@ -21,7 +21,7 @@ COMMANDS = {
     "bpda": "train networks whose gradients stand in for those of random transforms",
     "attack": "attack by what the defense calls for, and show what was tried",
     "audit": "look for what makes a defense seem more robust than it is",
-    "certify": "radii within which no attack changes a smoothed prediction, beside attacks",
+    "certify": "radii within which no attack changes a smoothed prediction, and attacks",
     "monitor": "follow a folder of checkpoints and raise an alarm when robustness falls",
     "leaderboard": "rank defenses under one protocol, random and adapting ones too",
     "compare": "two attacks or checkpoints on the same images: difference, significance",
