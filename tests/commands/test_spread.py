@@ -11,6 +11,7 @@ from lightning.pytorch import Callback
 from lightning_rob.commands.sweep import SweepConfig
 from tests.tiny import ROOT, fit, pgd, robust_eval, run
 
+PYTHONPATH = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 VALUES = "--values=0.01,0.02,0.03,0.04"
 
 
@@ -29,7 +30,7 @@ class DiesOnce(Callback):
 @pytest.fixture
 def checkpoint(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
     return fit(tmp_path)
 
 
@@ -69,7 +70,7 @@ def test_parts_are_all_of_the_work():
 
 def test_two_seeds_and_their_mean(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
     fit(tmp_path, callbacks=[robust_eval({"apgd": pgd()})], **{"trainer__max_epochs": 4})
     line = ["fit", "--seeds", "0,1", "--config", "recipe.yaml", "--allow-import", "tests"]
     run(*line)
