@@ -157,7 +157,7 @@ class Iterates(ActiveBatch):
         self.best, self.best_value = better(self.best, self.best_value, x_adv, value)
 
 
-def is_pgd(attack: Attack | None) -> TypeGuard[PGD]:
+def is_pgd(attack: object) -> TypeGuard[PGD]:
     """Whether an attack has PGD's fields: an objective, steps, a random start."""
     return isinstance(attack, PGD)
 
