@@ -67,13 +67,13 @@ class CommonCorruption(Attack):
         attack: an attack on the corrupted images, around which its ball is; None corrupts alone.
     """
 
+    knowledge: ClassVar[str] = "nothing: images are corrupted whatever the defense"
     transform: Transform
     attack: Attack | None = None
 
-    @property
-    def knowledge(self) -> str:  # type: ignore[override]
-        own = "nothing: images are corrupted whatever the defense"
-        return f"{own}; then {self.attack.knowledge}" if self.attack else own
+    def __post_init__(self) -> None:
+        if self.attack:
+            object.__setattr__(self, "knowledge", f"{self.knowledge}; then {self.attack.knowledge}")
 
     @property
     def threat(self) -> Threat:  # type: ignore[override]
