@@ -32,7 +32,6 @@ from lightning_rob.transforms import Affine, GaussianNoise, HorizontalFlip
 from tests.fakedev import emulated
 
 SUITE = [f"tests/{n}.py" for n in ("test_memory", "attacks/test_waits", "attacks/test_decorators")]
-ROOT = Path(__file__).parents[1]
 NEAR = Threat("linf", 2 / 255)  # of the nets of `speed`, which are hardly robust
 NETS = {"ResNet-20": ResNet20, "WRN-28-10": lambda: WideResNet(28, 10)}
 VARIANTS = {"plain": {}, "bf16": {"autocast": "bfloat16"}, "compile": {"compile": True}}
@@ -99,7 +98,7 @@ class Leg:
 def called(leg, module, *options):
     """Run a module for as long as the leg lasts; return its row, or None if that was too short."""
     began, line = time.monotonic(), (sys.executable, "-m", module, *options)
-    process = Popen(line, cwd=ROOT, stdout=PIPE, stderr=STDOUT, text=True)
+    process = Popen(line, cwd=Path(__file__).parents[1], stdout=PIPE, stderr=STDOUT, text=True)
     try:
         text, _ = process.communicate(timeout=max(1, leg.left()))
     except TimeoutExpired:
@@ -107,7 +106,8 @@ def called(leg, module, *options):
         process.communicate()
         return None
     row = {"seconds": round(time.monotonic() - began), "exit code": process.returncode}
-    return row | {"note": " ".join(text.replace("|", " ").split()[-25:])}
+    words = [word for word in text.replace("|", " ").split() if word.isascii()]  # without frames
+    return row | {"note": " ".join(words[-25:])}
 
 
 def suite(leg, _):
@@ -131,8 +131,8 @@ def speed(leg, options):
 
     @cache
     def defenses(kind):
-        budget = {"epochs": 1, "count": 200} if few else {}
-        members = [timing.trained(seed, make=nets[kind], **budget) for seed in range(2)]
+        epochs, count = (1, 200) if few else (4, 3000)
+        members = [timing.trained(seed, epochs, count, nets[kind]) for seed in range(2)]
         transforms = [Affine(0.2), GaussianNoise(0.1), HorizontalFlip(p=0.5)]
         random = RandomTransforms(members[0], transforms, size=2, draws=10)
         return {"single": Single(members[0]), "ensemble": Ensemble(members), "random": random}
