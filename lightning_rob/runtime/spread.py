@@ -15,8 +15,8 @@ TRIES = 3  # of a part whose process is killed
 def spread(args: Sequence[str], workers: int, ray: bool = False) -> None:
     """Run a command line as `workers` processes with --part=i/n, and wait for them.
 
-    What a part has recorded stays, whatever becomes of its process: the command itself, run
-    afterwards, reads all records and does what is missing.
+    The records of a part stay, whatever becomes of its process: the command itself, run
+    afterwards, reads all of them and does the rest.
     """
     cores = max((os.cpu_count() or 1) // workers, 1)
     gpus = len([*Path("/dev").glob("nvidia[0-9]*")])
@@ -45,8 +45,8 @@ def run_part(args: Sequence[str], own: dict[str, str], folder: str) -> str:
         )
         if done.returncode >= 0:  # else a signal ended it: memory, or a machine that is taken away
             break
-    told = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-    return told[-1] if done.returncode else ""
+    lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    return lines[-1] if done.returncode else ""
 
 
 def _on_ray(
