@@ -222,7 +222,7 @@ def bat(leg, options):
         kept, began = {"resume": leg.folder / "resume", "progress": False}, time.monotonic()
         result = evaluate(defense, word, data.test_dataloader(), eps=8 / 255, **kept)
         row = {"seconds": round(time.monotonic() - began), "images": len(result.index)}
-        row |= {"clean": result.accuracy("clean"), "attacked": result.accuracy(word)}
+        row |= {name: round(result.accuracy(name), 4) for name in ("clean", word)}
         return row | {"interval": [round(end, 4) for end in result.interval(word)]}
 
     for args in (*product(["ensemble"], ("pgd", "arc", "climb")), ("first member", "pgd")):
