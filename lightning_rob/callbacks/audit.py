@@ -42,8 +42,7 @@ class RobustAudit(EvaluationCallback):
         protocol: rounds in which a defense that adapts is attacked; None is `RoundProtocol()`.
         record: file in the run's folder.
         power: test whether each attack finds adversarial images that exist by construction.
-        **options: every_n_epochs, seed, group_size, unpack, preprocess and dataloader_idx of
-            `EvaluationCallback`.
+        **options: those of `EvaluationCallback`.
     """
 
     def __init__(

@@ -33,8 +33,7 @@ class CertifiedEval(EvaluationCallback):
         failure: probability that the radius of an image is too large.
         max_images: number of images, a random choice by the seed; None certifies all.
         record: file in the run's folder to which each result is appended as a line of JSON.
-        **options: every_n_epochs, seed, group_size, unpack, preprocess and dataloader_idx of
-            `EvaluationCallback`.
+        **options: those of `EvaluationCallback`.
     """
 
     def __init__(

@@ -47,8 +47,7 @@ class TransferMatrixEval(EvaluationCallback):
         record: file in the run's folder to which each matrix is appended as a line of JSON.
         eps: radius of all attacks instead of their own, see `RobustEval`.
         norm: norm of the attacks instead of their own, with `eps`.
-        **options: every_n_epochs, max_images, seed, group_size, unpack, preprocess and
-            dataloader_idx of `EvaluationCallback`.
+        **options: those of `EvaluationCallback`.
     """
 
     def __init__(

@@ -18,12 +18,11 @@ from lightning_rob.callbacks.robust_eval import full_defense
 from lightning_rob.cli.lightning_cli import RobustCLI
 from lightning_rob.cli.options import read_command_line
 from lightning_rob.commands.checkpoints import load_weights, read_checkpoint
-from lightning_rob.commands.sweep import SweepConfig
+from lightning_rob.commands.sweep import SweepConfig, parse_values
 from lightning_rob.commands.sweep.study import (
     ResultCache,
     changed,
 )
-from lightning_rob.commands.sweep.values import parse_values
 from lightning_rob.defenses import Ensemble, first_member
 from lightning_rob.evaluation import optimal_sampling
 from lightning_rob.metrics import robust_accuracy
