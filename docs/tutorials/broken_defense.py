@@ -11,9 +11,12 @@ import matplotlib.pyplot as plt
 import torch
 from torch import nn
 
-from lightning_rob import PGD, Attack, Single, Threat, evaluate, load
+from lightning_rob import PGD, Attack, Auto, Single, Threat, evaluate, load
+from lightning_rob.audit import power
 from lightning_rob.audit.auditor import audit
+from lightning_rob.certify import certify
 from lightning_rob.data import Digits5k
+from lightning_rob.defenses import Smoothing
 
 torch.manual_seed(0)
 net = load("zoo:digits_standard").net  # trained on clean digits
@@ -104,8 +107,46 @@ print(result.table())
 # The rounding added nothing: under the attack that was made for it, the network behind it falls
 # as the plain one does. A high accuracy under an attack that does not fit is no robustness.
 #
+# ## The same without knowing the defense
+#
+# `Auto` looks at the network, tries what its findings call for, and returns the attack that it
+# found. The test of power asks an attack to find adversarial images that were planted: PGD fails
+# it, the attack that was found passes.
+
+# %%
+found = Auto(threat, passes=1000).find(Single(Rounded(net)), images, labels)
+print("found:", *found.findings, sep="\n  ")
+right = (Rounded(net)(found.x_adv).argmax(1) == labels).float().mean()
+print(f"left by Auto: {right:.0%}\n")
+for name, attack in (("PGD", pgd), ("found", found.attack)):
+    print(f"{name}: {power(Rounded(net), attack, images[:30], labels[:30])}")
+
+# %% [markdown]
+# ## What no attack gets
+#
+# An attack bounds robustness from above. Randomized smoothing bounds it from below: where the
+# network predicts by votes over Gaussian noise, a share of the images is certified within a
+# radius. The truth lies between both. An attacker who knows the noise that will predict may get
+# more, for the certificate is that of the expected vote. This network never saw noise in its
+# training, so that its smoothed accuracy is low.
+
+# %%
+smoothed = Smoothing(load("zoo:digits_robust"), sigma=0.25, draws=20)
+batches = [(images, labels, torch.arange(100))]
+certified = certify(smoothed, batches, draws=1000, radii=[0.5], progress=False)
+attack = PGD(Threat("l2", 0.5), steps=20, step_size=0.1, draws=8)
+attacked = evaluate(
+    smoothed, {"pgd": attack}, batches, inferences=10, known_noise=True, progress=False
+)
+print(f"clean                     {attacked.accuracy('clean'):.1%}")
+print(f"certified within l2 0.5   {certified.certified(0.5):.1%}")
+print(f"attacked                  {attacked.accuracy('pgd'):.1%}")
+print(f"attacker knows the noise  {attacked.known_noise.accuracy:.1%}")
+
+# %% [markdown]
 # ```bash
 # lightning-rob audit --ckpt_path zoo:digits_robust --eps 0.1 --strict
 # ```
 #
-# does the same for a checkpoint. Next: [all checks of the audit](../audit.md).
+# and `lightning-rob attack`, `certify` do the same for a checkpoint. Next: [what a robust accuracy
+# means](../truth.md).

@@ -15,7 +15,7 @@ from lightning_rob.attacks.gradient import ObjectiveAt, ObjectiveGradient
 from lightning_rob.attacks.pgd import better, is_certain
 from lightning_rob.attacks.targeted import wrong_classes
 from lightning_rob.defenses import Defense
-from lightning_rob.defenses.per_image import PerImageLayer
+from lightning_rob.defenses.per_image import per_image_layers, restricted_to
 from lightning_rob.objectives import Loss, ce_of_rule, expected_ce, margin_of_rule, targeted_dlr
 from lightning_rob.randomness import Generator, normal, uniform
 from lightning_rob.rules import Rule
@@ -101,7 +101,8 @@ class APGD(Attack):
             start = surface_point(threat, left.x, noise)
             target = None if rank is None else order[rows, rank]
             run = Ascent.begin(left, noise, start, 2 * threat.eps, target)
-            found = self._ascend(defense, run, certain, threat)
+            with restricted_to(defense, rows):
+                found = self._ascend(defense, run, certain, threat)
             best[rows], best_value[rows] = better(best[rows], best_value[rows], *found)
         return best
 
@@ -117,7 +118,8 @@ class APGD(Attack):
             loss = self.objective if run.target is None else targeted_dlr(run.target)
             climbed = ObjectiveGradient(loss, self.draws)
             check = step == 0 and run.target is not None
-            at = climbed(defense, run.x_adv, run.y, run.generator, check)
+            with restricted_to(defense, run.index):
+                at = climbed(defense, run.x_adv, run.y, run.generator, check)
             run.observe(at, first=step == 0)
             if certain:
                 fooled = at.fooled(run.y)
@@ -135,7 +137,7 @@ class APGD(Attack):
         if not len(run):
             return x_adv, value
         if run.target is not None:  # values of the loss towards other targets do not compare
-            with torch.no_grad():
+            with torch.no_grad(), restricted_to(defense, run.index):
                 run.best_value = objective.value(defense, run.best, run.y, run.generator)
         x_adv[run.index] = choose(run.fools, run.fooling, run.best)
         value[run.index] = _finite(run.best_value, run.x).masked_fill(run.fools, torch.inf)
@@ -237,5 +239,5 @@ def _finite(value: Tensor, x: Tensor) -> Tensor:
 
 def may_leave(defense: Defense) -> bool:
     """Return whether predictions stay the same when other images leave the batch."""
-    per_image = any(isinstance(layer, PerImageLayer) for layer in defense.modules())
-    return not defense.transductive and not per_image
+    separable = all(layer.separable for layer in per_image_layers(defense))
+    return separable and not defense.transductive

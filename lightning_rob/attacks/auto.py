@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_rob.attacks.apgd import APGD, may_leave
+from lightning_rob.attacks.apgd import APGD
 from lightning_rob.attacks.arc import ARC
 from lightning_rob.attacks.backward import SurrogateTransforms
 from lightning_rob.attacks.base import Attack
@@ -24,6 +24,7 @@ from lightning_rob.defenses import (
     is_transform_ensemble,
     random_transforms_in,
 )
+from lightning_rob.defenses.per_image import per_image_layers
 from lightning_rob.defenses.rejection import unwrapped
 from lightning_rob.objectives import linear, margin_of_rule
 from lightning_rob.randomness import Generator
@@ -79,19 +80,25 @@ class Auto(Attack):
     Args:
         threat: linf or l2, in pixel units.
         passes: the largest number of forward and backward passes of an image; see `Budgeted`.
+        stand_in: share of the passes from which a small network learns what lies before a part,
+            where no other slope is of use (BPDA); 0 trains none.
 
     Raises:
-        ValueError: no passes, another threat; when called, too few passes for the schedule.
+        ValueError: no passes, a share outside [0, 1), another threat; when called, too few passes
+            for the schedule.
         TypeError: when called on a defense that adapts: run its `schedule`; on a transformation
             ensemble of which no member has a gradient.
     """
 
     threat: Threat
     passes: int = 1000
+    stand_in: float = 0.02
     notes: list[AutoResult] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         at_least(1, passes=self.passes)
+        if not 0 <= self.stand_in < 1:
+            raise ValueError(f"stand_in is a share of the passes, in [0, 1), got {self.stand_in:g}")
         check_threat(self.threat)
 
     @property
@@ -110,14 +117,14 @@ class Auto(Attack):
             whole = replace(self, passes=passes).schedule(defense, classes)
             return self._noted(AutoResult(whole.perturb(defense, x, y, generator), whole))
         # The climb and ARC drop images, which labels behind which a defense rejects do not allow.
-        if kind in ("single", "ensemble") or (kind == "randomized" and not may_leave(defense)):
+        if kind in ("single", "ensemble") or (kind == "randomized" and per_image_layers(defense)):
             opening = int(OPENING * passes)
             margin = APGD(self.threat, objective=margin_of_rule(defense.rule))
             first: Attack = Budgeted(margin, opening)
         else:
             opening = int(OPENING_FOR_KIND * passes)
             first = replace(self, passes=opening).schedule(defense, classes)
-        search = Search(self.threat, defense, x, y, generator, classes)
+        search = Search(self.threat, defense, x, y, generator, classes, self.stand_in)
         return self._noted(search.run(first, opening, passes))
 
     def _noted(self, found: AutoResult) -> Tensor:

@@ -22,7 +22,7 @@ from lightning_rob.attacks.nested import mapped_arguments, walk
 from lightning_rob.attacks.sight import Sight, own_sight
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.copies import private
-from lightning_rob.defenses.per_image import PerImageLayer
+from lightning_rob.defenses.per_image import per_image_layers
 from lightning_rob.defenses.rejection import behind_labels
 from lightning_rob.randomness import Generator, Streams, own_streams, seed_of, seeded_global_rng
 from lightning_rob.rules import Rule
@@ -258,8 +258,7 @@ def _warn_if_blind(defense: Defense, x_adv: Tensor, y: Tensor, sight: Sight) -> 
 
 def is_batch_separable(attack: Attack, defense: Defense) -> bool:
     """Whether a batch may be attacked in parts: no result depends on the other images."""
-    layers = list(defense.modules())
-    per_image = (layer for layer in layers if isinstance(layer, PerImageLayer))
-    adapts = defense.transductive or not all(layer.separable for layer in per_image)
-    adapts |= any(isinstance(layer, _BatchNorm) and layer.training for layer in layers)
+    adapts = defense.transductive
+    adapts |= not all(layer.separable for layer in per_image_layers(defense))
+    adapts |= any(isinstance(part, _BatchNorm) and part.training for part in defense.modules())
     return not adapts and not any(part.batch_dependent for part in walk(attack))

@@ -42,6 +42,8 @@ COPIES, NOISE = 6, 0.3  # noisy copies for each step, and their noise as a share
 DIRECTIONS, MOVE = 4, 0.3  # moves in which slopes are compared with differences; share of eps
 AGREEING = 0.5  # correlation of both from which a slope is worth following
 APART = 0.01  # of the largest logit, by which another batch may change logits
+COSTLY = ("queries", "copies", "stand_in")  # of an attack that needs more passes than others
+STUCK = 0.8  # share of the images left from which attacks are tried that cost more
 TARGETS = 9
 LINE = 100  # letters of a line of Python
 
@@ -118,6 +120,7 @@ class Search:
     Args:
         defense: the defense inside `attacking`.
         classes: their number.
+        learning: share of the passes from which a network learns what lies before a part.
     """
 
     def __init__(
@@ -128,7 +131,9 @@ class Search:
         y: Tensor,
         generator: Generator,
         classes: int,
+        learning: float,
     ) -> None:
+        self.learning = learning
         self.threat, self.defense, self.classes = threat, defense, classes
         self.x, self.y, self.generator = x, y, generator
         # Noise of its own, so that the attack that is found draws the same when it runs alone.
@@ -137,6 +142,7 @@ class Search:
         self.random, self.together = False, False
         self.findings: list[str] = []
         self.trail: list[Trial] = []
+        self.learners: list[SurrogateGradient] = []  # with a network in the place of a part
         self.spent = 0  # passes of an image, at most
 
     def run(self, first: Attack, opening: int, passes: int) -> AutoResult:
@@ -157,20 +163,23 @@ class Search:
             else:
                 best.improve(first, 0, self.defense, x, self.y, self.generator)
         except NoGradientError:  # a surrogate may have one
-            attacks, best.right, opening = [], self._right(x, everyone), 2 * self.networks
+            restore()  # for what is found runs without this attack
+            attacks, opening = [], 2 * self.networks
             self.findings.append("no gradient leads to the images")
-        self._note("first", first, best.right, opening + self._judging)
-        standing = (best.right > 0).nonzero()[:, 0]
+        right = best.right if attacks else self._right(x, everyone)
+        self._note("first", first, right, opening + self._judging)
+        standing = (right > 0).nonzero()[:, 0]
         if not len(standing):
             return self._found(best.x_adv, first)
         rows = everyone if self.together else standing[:IMAGES]
         judged = self._round("1", list(self._candidates(views)), rows, int(shares[0] * passes))
         judged.sort(key=lambda one: one.left)  # stable: the earlier one wins ties
-        if judged and judged[0].left > 0:
-            self.rugged = not self.random and self._is_rugged(judged[0].attack, rows[:PROBED])
+        if not judged or judged[0].left > 0:
+            climbs = bool(judged) and not self.random
+            self.rugged = climbs and self._is_rugged(judged[0].attack, rows[:PROBED])
             if self.rugged:
                 self.findings.append("slopes that say little of how predictions change")
-            variants = list(self._variants(judged))
+            variants = list(self._variants(judged, int(self.learning * passes)))
             judged += self._round("2", variants, rows, int(shares[1] * passes))
             judged.sort(key=lambda one: one.left)
         winners = self._winners(judged)[: 1 if alone else None]
@@ -235,8 +244,11 @@ class Search:
                 views += [view, replace(view, stages=stages)] if stages else [view]
             if any(view.stages for view in views):
                 self.findings.append("values before the output that stand for logits")
-            if hard:
-                views += [replace(base, enter=name) for name in self._parts(x)]
+            parts = self._parts(x) if hard else {}
+            views += [replace(base, enter=name) for name, alike in parts.items() if alike]
+            # A stand-in takes the place of what is cut off.
+            kept = replace(base, slopes=tuple(slope for slope in hard if slope != "detached"))
+            self.learners = [replace(kept, enter=name) for name in parts]
         return views
 
     def _noise(self) -> torch.Generator:
@@ -275,24 +287,32 @@ class Search:
         of_output = len(values) == 1 and torch.equal(values[0], seen.logits)
         return seen.met, () if of_output else places
 
-    def _parts(self, x: Tensor) -> list[str]:
-        """Return the first two outermost parts that take other images in the place of x."""
-        found: list[str] = []
+    def _parts(self, x: Tensor) -> dict[str, bool]:
+        """Return the first two outermost parts that take something else in the place of images x.
+
+        Values say whether it has their shape. Another shape counts where no gradient leads back.
+        """
+        found: dict[str, bool] = {}
         names = {module: name for name, module in self.defense.named_modules()}
 
         def look(module: nn.Module, inputs: tuple[Any, ...]) -> None:
             z, name = (inputs or (None,))[0], names[module]
             inner = any(f"{name}.".startswith(f"{outer}.") for outer in found)
-            if isinstance(z, Tensor) and z.shape == x.shape and not inner and not torch.equal(z, x):
-                found.append(name)
+            if inner or not isinstance(z, Tensor) or z.dim() != 4 or len(z) != len(x):
+                return
+            alike = z.shape == x.shape
+            if not torch.equal(z, x) if alike else not z.requires_grad:
+                found[name] = alike
 
         handles = [module.register_forward_pre_hook(look) for module in names]
+        self.spent += self.networks
         try:
-            self._logits(x)
+            with torch.enable_grad():
+                self.defense.logits(x.clone().requires_grad_(), self._noise())
         finally:
             for handle in handles:
                 handle.remove()
-        return found[:2]
+        return dict([*found.items()][:2])
 
     def _is_rugged(self, view: SurrogateGradient, rows: Tensor) -> bool:
         """Return whether slopes of the margin say little of its changes within the ball."""
@@ -328,9 +348,19 @@ class Search:
     def _noisy(self, view: SurrogateGradient) -> SurrogateGradient:
         return replace(view, noise=NOISE * self.threat.eps, copies=COPIES)
 
-    def _variants(self, judged: list[Judged]) -> Iterator[Attack]:
-        """Yield the best with other objectives, smoothed where slopes call for it; Square."""
-        best, *others = [one.attack for one in judged]
+    def _variants(self, judged: list[Judged], learning: int) -> Iterator[Attack]:
+        """Yield stand-ins and Square where nothing works, and variants of the best."""
+        stuck = not judged or judged[0].left > STUCK
+        if stuck and learning:
+            yield from (replace(view, stand_in=learning) for view in self.learners)
+        if judged:
+            yield from self._of_best([one.attack for one in judged])
+        if stuck and not (self.random or self.together):
+            yield Square(self.threat)
+
+    def _of_best(self, ranked: list[Any]) -> Iterator[Attack]:
+        """Yield the best with other objectives, smoothed where slopes call for it."""
+        best, *others = ranked
         objectives = [expected_ce, expected_probability_margin]
         objectives += [expected_dlr] if self.classes > 2 else []
         for objective in objectives[: 1 if self.random else None]:
@@ -342,8 +372,6 @@ class Search:
         yield from others[:1]
         for view in (best, *others[:1]) if self.rugged else ():
             yield self._noisy(view)
-        if judged[0].left > 0.8 and not self.together:
-            yield Square(self.threat)
 
     def _round(
         self, turn: str, candidates: list[Attack], rows: Tensor, passes: int
@@ -351,7 +379,7 @@ class Search:
         """Try candidates on the same images with their shares of the passes."""
         judged = []
         # A step on noisy copies or of more draws costs more, and Square needs many queries.
-        costly = [hasattr(c, "queries") or getattr(c, "copies", 0) > 0 for c in candidates]
+        costly = [any(getattr(c, name, 0) for name in COSTLY) for c in candidates]
         weights = [5 if more else 1 for more in costly]
         if self.random:
             weights = [(c.attack.draws or 1) // DRAWS for c in candidates]  # type: ignore[attr-defined]
@@ -423,7 +451,8 @@ def in_words(attack: Any) -> str:
         if hasattr(attack, "slopes"):
             parts += [f"slopes through {', '.join(attack.slopes)}"] if attack.slopes else []
             parts += [f"on {len(attack.stages)} values before the output"] if attack.stages else []
-            parts += [f"identity before {attack.enter}"] if attack.enter else []
+            before = "a learned stand-in" if attack.stand_in else "identity"
+            parts += [f"{before} before {attack.enter}"] if attack.enter else []
             parts += [f"mean of {attack.copies} noisy copies"] if attack.copies else []
         return "; ".join(parts)
     name, objective = type(attack).__name__, getattr(attack, "objective", None)

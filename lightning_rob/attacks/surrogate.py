@@ -15,8 +15,9 @@ from torch.overrides import TorchFunctionMode
 from lightning_rob.attacks.budget import PassCount
 from lightning_rob.attacks.decorators import AttackDecorator
 from lightning_rob.attacks.sight import own_sight
+from lightning_rob.attacks.stand_in import StandIn, train_stand_in
 from lightning_rob.defenses import Defense
-from lightning_rob.defenses.per_image import PerImageLayer
+from lightning_rob.defenses.per_image import WholeBatch
 from lightning_rob.randomness import Generator, normal
 from lightning_rob.runtime.errors import at_least
 from lightning_rob.transforms.base import pinned
@@ -239,8 +240,10 @@ def _as_identity(node: Any) -> None:
 
 
 @contextmanager
-def entering(defense: nn.Module, part: str | None, x: Tensor) -> Iterator[None]:
-    """Give a part of the defense the image's gradient: what lies before it is the identity."""
+def entering(
+    defense: nn.Module, part: str | None, x: Tensor, stand_in: StandIn | None = None
+) -> Iterator[None]:
+    """Let what lies before a part of the defense be the identity, or a network, for gradients."""
     if part is None:
         yield
         return
@@ -249,7 +252,12 @@ def entering(defense: nn.Module, part: str | None, x: Tensor) -> Iterator[None]:
         z = inputs[0]
         if not (isinstance(z, Tensor) and x.requires_grad and torch.is_grad_enabled()):
             return None
-        return (_Entering.apply(z, x), *inputs[1:]) if z.shape == x.shape else None
+        if stand_in is None:
+            return (_Entering.apply(z, x), *inputs[1:]) if z.shape == x.shape else None
+        other = stand_in(x).to(z)
+        if z.shape != other.shape or (z.is_leaf and z.requires_grad):
+            return None  # such a leaf is a purifier's, which asks for its gradient
+        return _Value.apply(z, other), *inputs[1:]
 
     handle = defense.get_submodule(part).register_forward_pre_hook(replace_input)
     try:
@@ -274,6 +282,8 @@ class SurrogateGradient(AttackDecorator):
         stages: the objective's logits: places among the values [B, K] that the forward pass
             computes, as `Auto` finds them, such as those before a softmax. Empty: its output.
         enter: name of a part of the defense that takes images; all before it is the identity.
+        stand_in: passes of the defense from which a small network learns, for each batch, what
+            lies before `enter`, and whose gradient is taken; 0 takes that of the identity.
         noise: standard deviation of noise on the image, in pixel units, over which gradients are
             averaged where they change from point to point.
         copies: noisy copies of the image; 0 takes the gradient at the image itself.
@@ -281,12 +291,14 @@ class SurrogateGradient(AttackDecorator):
         together: whether predictions depend on the batch, so that no image may leave it.
 
     Raises:
-        ValueError: an unknown slope, noise without copies; when called, a stage that is not there.
+        ValueError: an unknown slope, noise without copies, a stand-in for nothing; when called, a
+            stage that is not there.
     """
 
     slopes: tuple[Slope, ...] = ()
     stages: tuple[int, ...] = ()
     enter: str | None = None
+    stand_in: int = 0
     noise: float = 0.0
     copies: int = 0
     draws_anew: bool = False
@@ -297,24 +309,39 @@ class SurrogateGradient(AttackDecorator):
         object.__setattr__(self, "stages", tuple(self.stages))
         if unknown := set(self.slopes) - set(get_args(Slope)):
             raise ValueError(f"slopes must be of {get_args(Slope)}, got {sorted(unknown)}")
-        at_least(0, copies=self.copies)
+        at_least(0, copies=self.copies, stand_in=self.stand_in)
+        if self.stand_in and self.enter is None:
+            raise ValueError(
+                f"stand_in={self.stand_in} needs the part before which it stands, enter"
+            )
         if self.noise < 0 or (self.noise > 0) != (self.copies > 0):
             raise ValueError(f"give noise and copies, got {self.noise:g} and {self.copies}")
 
+    @property
+    def batch_dependent(self) -> bool:  # type: ignore[override]
+        return self.stand_in > 0
+
+    def _learning(self, count: PassCount) -> int:
+        return self.stand_in * count.networks
+
     def cost(self, count: PassCount) -> int:
         # Each forward pass is one of the defense itself and one of each noisy copy.
-        return self.attack.cost(count) * (self.copies + 1)
+        return self.attack.cost(count) * (self.copies + 1) + self._learning(count)
 
     def least(self, count: PassCount) -> int:
-        return self.attack.least(count) * (self.copies + 1)
+        return self.attack.least(count) * (self.copies + 1) + self._learning(count)
 
     def within(self, passes: int, count: PassCount) -> "SurrogateGradient":
-        each = self.affordable(passes, count) // (self.copies + 1) + count.asked
+        free = self.affordable(passes, count) - self._learning(count)
+        each = free // (self.copies + 1) + count.asked
         return replace(self, attack=self.attack.within(each, count))
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         with own_sight(len(x), x.device, generator):  # its gradients are not the defense's
-            return self.attack.perturb(SeenThrough(defense, self), x, y, generator)
+            net = None
+            if self.stand_in and self.enter is not None:
+                net = train_stand_in(defense, self.enter, x, self.threat, self.stand_in, generator)
+            return self.attack.perturb(SeenThrough(defense, self, net), x, y, generator)
 
 
 class SeenThrough(Defense):
@@ -324,12 +351,15 @@ class SeenThrough(Defense):
     others are the surrogate's logits. The rule predicts by the first draw alone.
     """
 
-    def __init__(self, defense: Defense, view: SurrogateGradient) -> None:
+    def __init__(
+        self, defense: Defense, view: SurrogateGradient, stand_in: StandIn | None = None
+    ) -> None:
         super().__init__(torch.tensor([0.0, 1.0]), _decided)
         self.defense = defense
         self.view = view
+        self.stand_in = stand_in
         # Attacks let no image leave a batch that such a layer looks at.
-        self.batch = PerImageLayer() if view.together else None
+        self.batch = WholeBatch() if view.together else None
 
     @property
     def classifiers(self) -> list[nn.Module]:
@@ -375,7 +405,7 @@ class SeenThrough(Defense):
     def observed(self, x: Tensor, generator: Generator = None) -> "Observed":
         """Return what a forward pass of images x [B, …] that need a gradient shows."""
         view, mode = self.view, _Surrogate(self.view.slopes, len(x))
-        with mode, entering(self.defense, view.enter, x):
+        with mode, entering(self.defense, view.enter, x, self.stand_in):
             logits = self.defense.logits(x, generator)
         own = custom_nodes(logits)
         for node in own if "custom" in view.slopes else ():

@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning_rob.cli.lightning_cli import USER_ERRORS, Parser, RobustCLI
+from lightning_rob.cli.lightning_cli import USER_ERRORS, Parser, RobustCLI, build
+from lightning_rob.cli.load import load
 from lightning_rob.cli.models import read_models
 from lightning_rob.cli.options import CONFIG, CommandLine, read_command_line
 from lightning_rob.commands.base import Run, quiet_lightning
@@ -149,6 +150,15 @@ def _with_data(line: CommandLine) -> None:
     function_of(line.command)(line.options, data)
 
 
+def _with_submissions(line: CommandLine) -> None:
+    def data(spec: Any) -> ImageData:
+        with reading_recipes():
+            module: ImageData = build(ImageData, spec)
+        return module
+
+    function_of(line.command)(line.options, load, data)
+
+
 RUNNERS: dict[str, Callable[[CommandLine], object]] = {
     "sweep": CommandCLI,
     "attack": CommandCLI,
@@ -158,4 +168,5 @@ RUNNERS: dict[str, Callable[[CommandLine], object]] = {
     "tune": _with_trainings,
     "monitor": _with_checkpoints,
     "bpda": _with_data,
+    "leaderboard": _with_submissions,
 }

@@ -21,9 +21,10 @@ COMMANDS = {
     "bpda": "train networks whose gradients stand in for those of random transforms",
     "attack": "attack by what the defense calls for, and show what was tried",
     "audit": "look for what makes a defense seem more robust than it is",
-    "certify": "radii within which no attack changes a smoothed prediction, beside attacks",
+    "certify": "radii within which no attack changes a smoothed prediction, and attacks",
     "monitor": "follow a folder of checkpoints and raise an alarm when robustness falls",
-    "compare": "two attacks or checkpoints on the same images: difference and significance",
+    "leaderboard": "rank defenses under one protocol, random and adapting ones too",
+    "compare": "two attacks or checkpoints on the same images: difference, significance",
     "export": "write a whole defense as a program that runs without this package",
     "recipes": "list the recipes and plug-ins, or copy one to edit",
     "report": "turn the records of runs into one HTML page and a Markdown table",
@@ -42,7 +43,6 @@ A run is described by recipes and by callbacks that are plugged in:
   lightning-rob COMMAND --help              what matters; --help all for every option
   lightning-rob COMMAND --model.help BAT    the options of a class
   lightning-rob --version
-
 LIGHTNING_ROB_DEBUG=1 shows the whole traceback of an error."""
 
 

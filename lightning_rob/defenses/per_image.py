@@ -13,6 +13,12 @@ class PerImageLayer(nn.Module):
     rows: Tensor | None = None
 
 
+class WholeBatch(PerImageLayer):
+    """A mark: the outputs of an image depend on the other images."""
+
+    separable = False
+
+
 class PerImageValues(PerImageLayer):
     """Values [B, …] of the images of one batch: labels, or features to come near."""
 
@@ -24,10 +30,15 @@ class PerImageValues(PerImageLayer):
         return self.values if self.rows is None else self.values[self.rows]
 
 
+def per_image_layers(defense: nn.Module) -> list[PerImageLayer]:
+    """Return the layers of a defense that have values for each image of one batch."""
+    return [layer for layer in defense.modules() if isinstance(layer, PerImageLayer)]
+
+
 @contextmanager
 def restricted_to(defense: nn.Module, index: Tensor) -> Iterator[None]:
     """Restrict a defense that has adapted to a batch to the images at some positions [b]."""
-    layers = [layer for layer in defense.modules() if isinstance(layer, PerImageLayer)]
+    layers = per_image_layers(defense)
     before = [layer.rows for layer in layers]
     try:
         for layer, rows in zip(layers, before, strict=True):

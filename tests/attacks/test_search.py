@@ -4,6 +4,7 @@ import contextlib
 import warnings
 from functools import cache
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from torch.nn.functional import one_hot
 import lightning_rob
 from lightning_rob import load_callbacks, objectives
 from lightning_rob.attacks import APGD, Auto, SurrogateGradient
+from lightning_rob.attacks.base import is_batch_separable
 from lightning_rob.attacks.nested import walk
 from lightning_rob.attacks.surrogate import SeenThrough, _Surrogate
 from lightning_rob.defenses import Ensemble, Single
@@ -115,6 +117,41 @@ def test_heads_that_are_ranked():
     ranked = Ranked()
     known = right(Single(ranked), x_adv, y).mean().item()
     assert left_by(Auto(THREAT, PASSES), ranked, x, y) <= known + 1.1 / IMAGES
+
+
+class Mean(nn.Module):
+    """A network that sees inverted images, or the mean of an image's levels."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, z):
+        return self.net(1 - z if z.shape[1] == 1 else z.mean(1, keepdim=True))
+
+
+def levels(x):
+    """Thermometer code (Buckman et al. 2018) outside of torch: 16 planes of zeros and ones."""
+    planes = [x.detach().numpy() > level / 16 for level in range(16)]
+    return torch.from_numpy(numpy.concatenate(planes, 1).astype("float32"))
+
+
+def inverted(x):
+    return torch.from_numpy(1 - x.detach().numpy())
+
+
+@pytest.mark.parametrize("before", [inverted, levels])
+def test_a_network_learns_what_has_no_slope(before):
+    """The identity's slope is no help: it has the wrong sign, or not the shape."""
+    x, y = images(IMAGES, seed=4)
+    net = Behind(Mean(trained_net(1)), before=before)
+    found = Auto(THREAT, PASSES).find(Single(net), x, y, seeded())
+    assert right(Single(net), found.x_adv, y).mean() <= left_plain() + 2.1 / IMAGES
+    assert any("a learned stand-in before net.net" in trial.words for trial in found.trail)
+    assert torch.equal(found.attack(Single(net), x, y, seeded()), found.x_adv)
+    assert not is_batch_separable(found.attack, Single(net))
+    without = left_by(Auto(THREAT, PASSES, stand_in=0), net, x, y)
+    assert without > left_plain() + 0.1
 
 
 class Noisy(nn.Module):
@@ -225,6 +262,7 @@ def test_settings_without_a_meaning():
         ({"slopes": ("round",)}, "slopes must be of .*, got .'round'."),
         ({"noise": 0.1}, "give noise and copies, got 0.1 and 0"),
         ({"copies": -1}, "copies must be at least 0, got -1"),
+        ({"stand_in": 8}, "stand_in=8 needs the part before which it stands, enter"),
     ):
         with pytest.raises(ValueError, match=message):
             SurrogateGradient(APGD(THREAT), **options)

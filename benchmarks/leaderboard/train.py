@@ -1,0 +1,133 @@
+"""Train the defenses of the leaderboard at equal cost, each with several seeds; resumable.
+
+    export OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1
+    python benchmarks/leaderboard/train.py digits --seeds 0 1 2
+    lightning-rob leaderboard benchmarks/leaderboard/digits --evaluate
+
+Each training goes into a folder of its own, with submission.yaml and last.ckpt; one that is there
+is left alone. The cost is counted: forward and backward passes of a training image through one
+network, by the training itself (what a defense learns at the test is in its prediction). Epochs are
+chosen so that it comes near the protocol's limit and stays below.
+"""
+
+import argparse
+import shutil
+from pathlib import Path
+
+import yaml
+
+from lightning_rob import nets
+from lightning_rob.cli.main import main as run_cli
+from lightning_rob.data import Digits5k
+from lightning_rob.recipes.shipped import find_recipe
+
+HERE = Path(__file__).parent
+HELD_OUT = 200  # training images that no defense sees
+WIDE = "--model.net.init_args.width=16"
+STAGES = {
+    "IAT of 3": 3,
+    "BAT of 2": 2,
+    "BARRE of 2": 2,
+    "Athena, 15 reversible": 15,
+    "Athena, all 73": 73,
+}
+DIGITS = {  # name -> paper, recipe and mix-ins, epochs (of each of the stages), options
+    "Standard": ("", "madry_digits standard", 75, []),
+    "Adversarial training": ("Madry et al. 2018", "madry_digits", 12, []),
+    "TRADES": ("Zhang et al. 2019", "madry_digits trades", 10, []),
+    "MART": ("Wang et al. 2020", "madry_digits", 10, ["--model.mart_beta=5"]),
+    "AWP": ("Wu et al. 2020", "madry_digits", 10, ["--model.awp=0.005"]),
+    "Free": ("Shafahi et al. 2019", "madry_digits", 18, [
+        "--model=FreeTraining", "--model.threat={norm: linf, eps: 0.1}", "--model.replays=4"]),
+    "IAT of 3": ("Dbouk and Shanbhag 2022", "iat_digits", 4, [WIDE]),
+    "BAT of 2": ("Pinot et al. 2020", "iat_digits", 7, ["--model=BAT", WIDE, "--model.members=2"]),
+    "BARRE of 2": ("Dbouk and Shanbhag 2023", "iat_digits barre", 4, [WIDE, "--model.members=2"]),
+    "ADP of 3": ("Pang et al. 2019", "adp_digits", 25, [WIDE]),
+    "GAL of 3": ("Kariyappa and Qureshi 2019", "gal_digits", 10, [WIDE]),
+    "TRS of 3": ("Yang et al. 2021", "trs_digits", 5, [WIDE]),
+    "DVERGE of 3": ("Yang et al. 2020", "dverge_digits", 6, [WIDE]),
+    "RT": ("Raff et al. 2019; Sitawarin et al. 2022", "rt_digits", 36, []),
+    "RT of noise": ("Sitawarin et al. 2022", "rt_digits group_noise", 36, []),
+    "AdvRT": ("Sitawarin et al. 2022", "rt_digits advrt", 6, []),
+    "Smoothing": ("Cohen et al. 2019", "smoothing_digits", 75, []),
+    "SmoothAdv": ("Salman et al. 2019", "smoothing_digits", 12, [
+        "--model.attack=PGD", "--model.attack.threat={norm: l2, eps: 0.5}",
+        "--model.attack.steps=5", "--model.attack.step_size=0.2", "--model.attack.draws=1"]),
+    "RMC": ("Wu et al. 2020", "rmc_digits", 75, []),
+    "DENT": ("Wang et al. 2021", "dent_digits", 12, []),
+    "DANN": ("Ganin et al. 2016; Chen et al. 2022", "dann_digits", 75, []),
+    "TADV": ("Chen et al. 2022", "tadv_digits", 20, []),
+    "URejectron": ("Goldwasser et al. 2020", "urejectron_digits", 75, []),
+    "Athena, 15 reversible": ("Meng et al. 2020", "athena_digits", 5, []),
+    "Athena, all 73": ("Meng et al. 2020", "athena_pool_digits", 1, []),
+}  # fmt: skip
+
+
+class Passes:
+    """Counts images that go forward and backward through any network of this package."""
+
+    def __init__(self):
+        self.count = 0
+        for kind in (nets.SmallCNN, nets.MNISTNet, nets.AthenaCNN, nets.DANNNet):
+            self.watch(kind)
+
+    def watch(self, kind):
+        forward = kind.forward
+
+        def counted(net, x, *rest):
+            out = forward(net, x, *rest)
+            self.count += len(x)
+            first = out[0] if isinstance(out, tuple) else out
+            if first.requires_grad:
+                first.register_hook(self.backward)
+            return out
+
+        kind.forward = counted
+
+    def backward(self, gradient):
+        self.count += len(gradient)
+
+
+def train(folder, images, name, seed, paper, recipes, epochs, options, passes):
+    draft = folder.with_name(f".{folder.name}")
+    shutil.rmtree(draft, ignore_errors=True)
+    stages = STAGES.get(name, 1)
+    args = [f"--config={part}" for part in recipes.split()] + options
+    args += [f"--model.epochs={epochs}"] if stages > 1 else []
+    text = find_recipe(recipes.split()[0]).read_text()
+    args += [f"--model.lr_scheduler.init_args.T_max={epochs}"] if "T_max" in text else []
+    args += [f"--trainer.max_epochs={stages * epochs}", f"--seed_everything={seed}"]
+    args += ["--test_after_fit=false", "--trainer.limit_val_batches=0", "--trainer.logger=false"]
+    args += [f"--trainer.default_root_dir={draft}", "--trainer.enable_progress_bar=false"]
+    args += ["--trainer.num_sanity_val_steps=0", f"--data.val_size={HELD_OUT}"]
+    passes.count = 0
+    run_cli(["fit", *args])
+    (checkpoint,) = draft.rglob("last.ckpt")
+    cost = round(passes.count / images, 1)
+    about = {"name": name, "paper": paper, "seed": seed, "training": cost}
+    shutil.move(checkpoint, draft / "last.ckpt")
+    shutil.rmtree(draft / "checkpoints", ignore_errors=True)
+    (draft / "submission.yaml").write_text(yaml.safe_dump(about))
+    draft.rename(folder)
+    print(folder.name, cost, flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("board", choices=["digits"])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--only", nargs="+", choices=list(DIGITS), default=list(DIGITS))
+    options = parser.parse_args()
+    passes = Passes()
+    images = len(Digits5k().source(train=True)) - HELD_OUT
+    for seed in options.seeds:
+        for name in options.only:
+            folder = (
+                HERE / options.board / f"{name.lower().replace(' ', '_').replace(',', '')}_{seed}"
+            )
+            if not folder.exists():
+                train(folder, images, name, seed, *DIGITS[name], passes)
+
+
+if __name__ == "__main__":
+    main()

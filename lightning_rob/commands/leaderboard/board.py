@@ -1,0 +1,205 @@
+"""`lightning-rob leaderboard`: score, check and rank the submissions of a folder."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_rob.commands.leaderboard import LeaderboardConfig
+from lightning_rob.commands.leaderboard.ranks import agreement, ranks
+from lightning_rob.commands.leaderboard.submissions import (
+    CLEAN,
+    SUBMISSIONS,
+    USUAL,
+    Protocol,
+    Submission,
+    read_protocol,
+    some_of,
+)
+from lightning_rob.commands.report.blocks import (
+    NONE,
+    TEMPLATES,
+    Block,
+    Heading,
+    Paragraph,
+    html,
+    markdown,
+    percent,
+    table,
+)
+from lightning_rob.data import ImageData
+from lightning_rob.defenses import Defense
+from lightning_rob.evaluation.worst import WORST
+from lightning_rob.metrics import wilson_over_draws
+from lightning_rob.runtime.errors import InputError, visible
+from lightning_rob.runtime.files import atomic_write_text
+
+HEADS = (
+    "rank",
+    "defense",
+    "seeds>",
+    "clean>",
+    "usual attack>",
+    "worst>",
+    "95 % interval>",
+    "certified>",
+    "power>",
+    f"resubmitted@{SUBMISSIONS}>",
+    "known noise>",
+    "findings",
+    "training>",
+    "prediction>",
+)
+
+
+NOTE = (
+    "Worst: the strongest attack on each image, of the usual one, those made for the kind of "
+    "defense, and Auto. Ranks are by worst; defenses whose ranks overlap may be equally robust. "
+    "Intervals of 95 % cover the images and, with several seeds, the trainings. Certified: the "
+    "share of images on which no attack within the radius changes the right prediction. Power: the "
+    "share of planted adversarial images that the ablest attack finds. Resubmitted: against an "
+    f"attacker who may submit {SUBMISSIONS} times. Known noise: against one who knows the draws "
+    "that predict. Training: passes of a training image. Prediction: its time in forward passes of "
+    "one of the defense's networks."
+)
+
+
+def run(
+    config: LeaderboardConfig,
+    load: Callable[[Path], Defense],
+    build: Callable[[dict[str, Any]], ImageData],
+) -> None:
+    """Write the leaderboard of a folder, after its submissions are scored and checked."""
+    folder = Path(str(config.folder))
+    protocol = read_protocol(folder)
+    found = [Submission.read(path.parent) for path in sorted(folder.glob("*/submission.yaml"))]
+    if not found:
+        raise InputError(f"{folder} has no folder with a submission.yaml")
+    data = build(protocol.data)
+    data.prepare_data()
+    data.setup("test")
+    batches = [(x, y, index) for x, y, index in data.test_dataloader()]
+    index = torch.cat([index for _, _, index in batches])
+    noise = torch.Generator().manual_seed(protocol.seed)
+    batches = some_of(
+        batches, index[torch.randperm(len(index), generator=noise)[: protocol.images]]
+    )
+    for one in found:
+        try:
+            defense = load(one.model)
+            if config.evaluate and not one.scores:
+                print(f"{one.folder.name}: attacking", flush=True)
+                one.evaluate(protocol, defense, batches)
+            one.check(protocol, defense, batches, config.check)
+        except Exception as error:  # one submission never stops the others
+            one.reasons.append(f"{type(error).__name__}: {visible(str(error))}")
+        for reason in one.reasons:
+            print(f"{one.folder.name}: {reason}", flush=True)
+    ranked = {norm: rows(found, norm) for norm in protocol.radii}
+    blocks = [*page(protocol, ranked, found)]
+    whole = TEMPLATES.get_template("sortable.html")
+    atomic_write_text(folder / "leaderboard.md", markdown(blocks) + "\n")
+    text = whole.render(title=protocol.title, sections=[html(blocks)])
+    atomic_write_text(folder / "leaderboard.html", text)
+    content = {"protocol": asdict(protocol), "norms": ranked}
+    atomic_write_text(folder / "leaderboard.json", json.dumps(content, indent=1) + "\n")
+    for norm, entries in ranked.items():
+        print(f"Within {norm}: worst, with its 95 % interval")
+        for row in entries:
+            print(f"  {cells(row)[0]:>8}  {cells(row)[5]:>6} ({cells(row)[6]})  {row['defense']}")
+    print(visible(f"Wrote {folder}/leaderboard.md, .html and .json"))
+
+
+def rows(submissions: Sequence[Submission], norm: str) -> list[dict[str, Any]]:
+    """Return the defenses that have a rank within a norm, the most robust first."""
+    groups: dict[str, list[Submission]] = {}
+    for one in submissions:
+        if not one.reasons:
+            groups.setdefault(one.name, []).append(one)
+    found = []
+    for name, group in groups.items():
+        own = [one.scores["norms"][norm] for one in group]
+        images = {
+            key: np.array([part["images"][key] for part in own]) for key in (CLEAN, USUAL, WORST)
+        }
+        by_seed = images[WORST].mean(1)
+        tested = [[p for p in part["power"].values() if p["passed"] is not None] for part in own]
+        powers = [max(power["rate"] for power in part) for part in tested if part]
+        row: dict[str, Any] = {
+            "defense": name,
+            "paper": group[0].paper,
+            "seeds": len(group),
+            "scores": images[WORST],
+            "worst": float(by_seed.mean()),
+            "interval": wilson_over_draws(by_seed, images[WORST].shape[1]),
+            CLEAN: float(images[CLEAN].mean()),
+            USUAL: float(images[USUAL].mean()),
+            "certified": mean([one.scores.get("certified") for one in group])
+            if norm == "l2"
+            else None,
+            "power": mean(powers),
+            "resubmitted": mean([part.get("resubmitted") for part in own]),
+            "known_noise": mean([part.get("known_noise") for part in own]),
+            "findings": sorted({name for part in own for _, name, _ in part["findings"]}),
+            "training": mean([one.training for one in group]),
+            "prediction": mean([one.scores["prediction"] for one in group]),
+        }
+        found.append(row)
+    found.sort(key=lambda row: -row["worst"])
+    for row, places in zip(found, ranks([row["scores"] for row in found]), strict=True):
+        row["rank"] = places
+    return found
+
+
+def mean(values: Sequence[float | None]) -> float | None:
+    """Return the mean of the values that are known."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def page(
+    protocol: Protocol, ranked: dict[str, list[dict[str, Any]]], found: Sequence[Submission]
+) -> Iterator[Block]:
+    """Yield the leaderboard's tables and what they mean."""
+    yield Heading(1, protocol.title)
+    for norm, entries in ranked.items():
+        scores = [entry.pop("scores") for entry in entries]
+        yield Heading(2, f"{norm}, eps {protocol.radii[norm]:g}")
+        yield table(f"{protocol.images} images", HEADS, map(cells, entries))
+        tau, low, high = agreement(scores)
+        if tau == tau:
+            yield Paragraph(
+                f"Order by one training and by another: Kendall's tau {tau:.2f} [{low:.2f}, "
+                f"{high:.2f}], the mean over pairs of trainings, bootstrap over defenses."
+            )
+    yield Paragraph(NOTE)
+    if refused := [one for one in found if one.reasons]:
+        yield Heading(2, "Without a rank")
+        reasons = [(one.folder.name, one.name, "; ".join(one.reasons)) for one in refused]
+        yield table("Submissions", ("folder", "defense", "reason"), reasons)
+
+
+def cells(row: dict[str, Any]) -> tuple[object, ...]:
+    """Return the cells of a row, in the order of HEADS."""
+    best, worst = row["rank"]
+    low, high = row["interval"]
+    return (
+        f"{best}" if best == worst else f"{best} to {worst}",
+        f"{row['defense']}" + (f" ({row['paper']})" if row["paper"] else ""),
+        row["seeds"],
+        percent(row[CLEAN]),
+        percent(row[USUAL]),
+        percent(row["worst"]),
+        f"{100 * low:.1f} to {100 * high:.1f}",
+        percent(row["certified"]),
+        percent(row["power"]),
+        percent(row["resubmitted"]),
+        percent(row["known_noise"]),
+        ", ".join(row["findings"]) or NONE,
+        NONE if row["training"] is None else f"{row['training']:.0f}",
+        f"{row['prediction']:.1f}",
+    )

@@ -1,0 +1,86 @@
+"""Ranks of defenses with intervals, from the scores of some trainings on the same images."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import kendalltau, t
+
+from lightning_rob.comparisons import holm
+
+LEVEL = 0.05
+RESAMPLES = 1000
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over trainings and images, with its standard error and degrees of freedom."""
+
+    mean: float
+    error: float
+    freedom: float
+
+    @property
+    def p(self) -> float:
+        """The p-value of the mean 0, on both sides."""
+        if self.error == 0:
+            return float(self.mean == 0)
+        return float(2 * t.sf(abs(self.mean) / self.error, self.freedom))
+
+
+def difference(first: Array, second: Array) -> Estimate:
+    """Estimate the mean difference of scores [trainings, N] on the same images.
+
+    Both sources count: trainings vary, by themselves for each defense, and the images are a sample.
+    The degrees of freedom are those of Welch and Satterthwaite.
+    """
+    of_images = first.mean(0) - second.mean(0)
+    parts = [(of_images.var(ddof=1) / len(of_images), len(of_images) - 1)]
+    for group in (first, second):
+        if len(group) > 1:
+            parts.append((group.mean(1).var(ddof=1) / len(group), len(group) - 1))
+    total = sum(variance for variance, _ in parts)
+    spread = sum(variance**2 / freedom for variance, freedom in parts)
+    freedom = total**2 / spread if spread > 0 else np.inf
+    return Estimate(float(of_images.mean()), float(np.sqrt(total)), float(freedom))
+
+
+def ranks(scores: Sequence[Array]) -> list[tuple[int, int]]:
+    """Return the best and the worst rank that each defense may have, of scores [trainings, N].
+
+    A defense stands below those that are significantly better, and above those significantly worse,
+    by its comparisons with all others, adjusted by Holm: for each defense by itself its true rank
+    lies between both with a probability of 95 % or more.
+    """
+    found = []
+    for own, mine in enumerate(scores):
+        others = [difference(score, mine) for place, score in enumerate(scores) if place != own]
+        adjusted = holm([one.p for one in others])
+        means = [one.mean for one, p in zip(others, adjusted, strict=True) if p < LEVEL]
+        better, worse = sum(mean > 0 for mean in means), sum(mean < 0 for mean in means)
+        found.append((1 + better, len(scores) - worse))
+    return found
+
+
+def agreement(scores: Sequence[Array], seed: int = 0) -> tuple[float, float, float]:
+    """Return Kendall's tau between the orders by two trainings, and its 95 % interval.
+
+    It is the mean over all pairs of trainings that every defense has; the interval is of the
+    bootstrap over defenses. NaN with fewer than two trainings or three defenses.
+    """
+    common = min(map(len, scores), default=0)
+    means = np.array([score[:common].mean(1) for score in scores])
+    if common < 2 or len(means) < 3:
+        return np.nan, np.nan, np.nan
+    draws = np.random.default_rng(seed).integers(len(means), size=(RESAMPLES, len(means)))
+    found = [float(np.mean([*_taus(means[chosen])])) for chosen in draws]
+    low, high = np.nanquantile(found, [LEVEL / 2, 1 - LEVEL / 2])
+    return float(np.mean([*_taus(means)])), float(low), float(high)
+
+
+def _taus(means: Array) -> Iterator[float]:
+    for first, second in combinations(means.T, 2):
+        yield kendalltau(first, second).statistic

@@ -1,0 +1,236 @@
+"""Submissions to a leaderboard: how they are scored under its protocol, and checked."""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_rob.attacks import Attack, Auto
+from lightning_rob.certify import certify
+from lightning_rob.defenses import Defense
+from lightning_rob.evaluation import EvaluationResult, evaluate
+from lightning_rob.evaluation.records import versions
+from lightning_rob.evaluation.suites import suite_for
+from lightning_rob.evaluation.worst import WORST
+from lightning_rob.metrics import paired
+from lightning_rob.recipes.safe_yaml import load_file
+from lightning_rob.runtime.errors import InputError, at_least
+from lightning_rob.runtime.files import atomic_write_text
+from lightning_rob.runtime.identity import fingerprint
+from lightning_rob.threat import Threat
+
+SCORES = "scores.json"
+CLEAN, USUAL, ADAPTS = "clean", "usual", "auto"
+DIFFERS = 0.01  # p below which scores of the same images are not the same defense's
+SUBMISSIONS = 10  # of one image, by an attacker who needs one wrong prediction
+TIMED = 32  # images of a prediction whose time is taken
+Scores = dict[str, Any]
+Batches = list[tuple[Tensor, Tensor, Tensor]]  # x, y and index
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """Hold what all defenses of a leaderboard share: data, radii, attacks and noise."""
+
+    title: str
+    data: dict[str, Any]  # class_path and init_args of a data module: its test images
+    radii: dict[str, float]  # by norm
+    images: int
+    seed: int = 0
+    passes: int = 2000  # of Auto, an image
+    steps: int = 20  # of the usual attack
+    inferences: int = SUBMISSIONS
+    power: int = 0  # images on which the power of each attack is tested
+    certified: int = 0  # draws that bound a probability, for smoothed defenses in l2
+    training: float | None = None  # passes of a training image, at most
+
+    def __post_init__(self) -> None:
+        at_least(1, images=self.images, passes=self.passes, inferences=self.inferences)
+        for norm, eps in self.radii.items():
+            Threat(norm, eps)  # a ValueError for another norm
+
+    def attacks(self, defense: Defense, threat: Threat) -> dict[str, Attack]:
+        """Return the usual attack on a kind of defense, and the ones that adapt to it."""
+        suite = suite_for(defense, threat, self.steps)
+        found = {USUAL: suite.attacks[suite.default]}
+        within = set(suite.within(threat))
+        found |= {name: suite.attacks[name] for name in suite.adaptive if name in within}
+        return found if defense.transductive else found | {ADAPTS: Auto(threat, self.passes)}
+
+
+@dataclass
+class Submission:
+    """One trained defense of a leaderboard, with its scores and what speaks against a rank."""
+
+    folder: Path
+    name: str
+    paper: str = ""
+    seed: int = 0
+    training: float | None = None  # passes of a training image
+    scores: Scores = field(default_factory=dict)
+    reasons: list[str] = field(default_factory=list)  # why it has no rank
+
+    @classmethod
+    def read(cls, folder: Path) -> "Submission":
+        """Return the submission of a folder, with its scores if there are some."""
+        given = _known(cls, folder / "submission.yaml", ("folder", "scores", "reasons"))
+        path = folder / SCORES
+        return cls(
+            folder, scores=json.loads(path.read_text("utf-8")) if path.exists() else {}, **given
+        )
+
+    @property
+    def model(self) -> Path:
+        """The checkpoint, or the folder with the files of an export."""
+        checkpoint = self.folder / "last.ckpt"
+        return checkpoint if checkpoint.exists() else self.folder
+
+    def evaluate(self, protocol: Protocol, defense: Defense, batches: Batches) -> None:
+        """Attack the defense under the protocol, and write the scores."""
+        scores: Scores = {"protocol": asdict(protocol), "weights": fingerprint(defense)}
+        scores |= {"versions": versions(), "prediction": relative_time(defense, batches[0][0])}
+        scores["norms"] = {
+            norm: self._within(defense, protocol, Threat(norm, eps), batches)
+            for norm, eps in protocol.radii.items()
+        }
+        if protocol.certified and hasattr(defense, "sigma") and "l2" in protocol.radii:
+            found = certify(
+                defense,
+                batches,
+                draws=protocol.certified,
+                radii=[protocol.radii["l2"]],
+                seed=protocol.seed,
+                progress=False,
+            )
+            scores["certified"] = found.certified(protocol.radii["l2"])
+        self.scores = scores
+        atomic_write_text(self.folder / SCORES, json.dumps(scores) + "\n")
+
+    def _within(
+        self, defense: Defense, protocol: Protocol, threat: Threat, batches: Batches
+    ) -> Scores:
+        result = scored(defense, protocol, threat, batches)
+        found: Scores = {"index": result.index.tolist(), "random": result.random}
+        names = (*result.names, WORST)
+        found["images"] = {name: result.per_image(name).tolist() for name in names}
+        # A fault of one attack alone says nothing of what a stronger one finds.
+        strongest = min(result.attacks, key=result.accuracy)
+        about = (None, strongest)
+        flagged = [f for f in result.findings if f.flagged and f.values.get("attack") in about]
+        found["findings"] = [[one.severity, one.name, one.text] for one in flagged]
+        found["power"] = {name: one.record() for name, one in result.power.items()}
+        if result.random or len(set(result.per_image(CLEAN).tolist()) - {0.0, 1.0}):
+            found["resubmitted"] = result.resubmitted(strongest, SUBMISSIONS).accuracy
+            found["known_noise"] = result.known_noise.accuracy
+        return found
+
+    def check(self, protocol: Protocol, defense: Defense, batches: Batches, images: int) -> None:
+        """Find what speaks against a rank; attack some images again if any are asked for."""
+        if not self.scores:
+            self.reasons.append("no scores: --evaluate attacks it")
+            return
+        own = self.scores.get("protocol", {})
+        for key, wanted in asdict(protocol).items():
+            if own.get(key) != wanted:
+                self.reasons.append(f"another protocol: {key} is {own.get(key)}, not {wanted}")
+        if protocol.training and (self.training is None or self.training > protocol.training):
+            self.reasons.append(
+                f"training cost: {self.training} passes of an image, at most {protocol.training:g}"
+            )
+        for norm, found in self.scores.get("norms", {}).items():
+            severe = sorted(
+                {name for severity, name, _ in found["findings"] if severity == "severe"}
+            )
+            if severe:
+                self.reasons.append(f"severe findings within {norm}: {', '.join(severe)}")
+        if self.scores.get("weights") != fingerprint(defense):
+            self.reasons.append("other weights: the scores are not of this model")
+        elif images and not self.reasons:
+            for norm, eps in protocol.radii.items():
+                self._attack_again(defense, protocol, Threat(norm, eps), batches, images)
+
+    def _attack_again(
+        self,
+        defense: Defense,
+        protocol: Protocol,
+        threat: Threat,
+        batches: Batches,
+        images: int,
+    ) -> None:
+        own = self.scores["norms"][str(threat.norm)]
+        index = torch.tensor(own["index"])
+        order = torch.randperm(len(index))[:images].sort().values  # a new choice at each check
+        without_power = replace(protocol, power=0)
+        result = scored(defense, without_power, threat, some_of(batches, index[order]))
+        for name in (CLEAN, WORST):
+            before = torch.tensor(own["images"][name])[order].double()
+            compared = paired(before, result.per_image(name).double())
+            higher = name == CLEAN or compared.difference < 0  # a luckier attack is no fraud
+            if higher and compared.p < DIFFERS:
+                accuracy = f"{before.mean():.1%} of the scores for {result.accuracy(name):.1%}"
+                self.reasons.append(f"{name} of {len(order)} images attacked again: {accuracy}")
+
+
+def scored(
+    defense: Defense, protocol: Protocol, threat: Threat, batches: Batches
+) -> EvaluationResult:
+    """Attack images under a protocol within one threat."""
+    adapts = defense.transductive
+    return evaluate(
+        defense,
+        protocol.attacks(defense, threat),
+        batches,
+        seed=protocol.seed,
+        inferences=1 if adapts else protocol.inferences,
+        known_noise=not adapts,
+        power=0 if adapts else protocol.power,
+        progress=False,
+    )
+
+
+def some_of(batches: Batches, wanted: Tensor) -> Batches:
+    """Return the images at some indices."""
+    masks = [torch.isin(index, wanted) for _, _, index in batches]
+    parts = zip(batches, masks, strict=True)
+    return [(x[m], y[m], index[m]) for (x, y, index), m in parts if m.any()]
+
+
+def relative_time(defense: Defense, x: Tensor) -> float:
+    """Return the time of a prediction in forward passes of one of its networks."""
+    net = (defense.base_model if defense.transductive else defense).foldable_networks[0]
+    works: tuple[Callable[[], object], ...] = (
+        lambda: net(x[:TIMED]),
+        lambda: (defense.adapt(x[:TIMED]) if defense.transductive else defense)(x[:TIMED]),
+    )
+    one: list[float] = []
+    whole: list[float] = []
+    for _ in range(3):
+        for work, times in zip(works, (one, whole), strict=True):
+            began = time.perf_counter()
+            with torch.no_grad():
+                work()
+            times.append(time.perf_counter() - began)
+    return median(whole) / median(one)
+
+
+def read_protocol(folder: Path) -> Protocol:
+    """Return the protocol of a leaderboard."""
+    return Protocol(**_known(Protocol, folder / "protocol.yaml"))
+
+
+def _known(kind: Any, path: Path, own: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the content of a YAML file whose keys are fields of a class."""
+    if not path.is_file():
+        raise InputError(f"there is no {path}: see lightning-rob leaderboard --help")
+    given = load_file(path, "a leaderboard's file")
+    known = {one.name for one in fields(kind)} - set(own)
+    if not isinstance(given, dict) or (unknown := set(given) - known):
+        extra = sorted(unknown) if isinstance(given, dict) else type(given).__name__
+        raise InputError(f"{path} has {', '.join(sorted(known))}, got {extra}")
+    return given
