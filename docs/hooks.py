@@ -56,6 +56,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages: dict[str, str | bytes] = {
         "reference/recipes.md": recipes(),
         "reference/command_line.md": command_line(),
+        "sort.js": (ROOT / "lightning_rob/commands/report/sort.js").read_text(encoding="utf-8"),
         "changelog.md": (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"),
     }
     for name in ("CONTRIBUTING", "SECURITY"):

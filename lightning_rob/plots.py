@@ -115,6 +115,23 @@ def curves(lines: Sequence[Curve], x_label: str, y_label: str) -> Figure:
     return figure
 
 
+def bars(
+    names: Sequence[str], accuracies: Sequence[float], intervals: Sequence[tuple[float, float]]
+) -> Figure:
+    """Draw accuracies in per cent as bars with their intervals; the last one stands out."""
+    figure = blank(max(2.4, 0.8 * len(names)))
+    axes = figure.add_subplot()
+    places, percent = range(len(names)), [100 * accuracy for accuracy in accuracies]
+    ends = list(zip(*intervals, strict=True))
+    away = [[abs(100 * end - at) for end, at in zip(side, percent, strict=True)] for side in ends]
+    colors = [COLORS[0]] * (len(names) - 1) + [COLORS[1]]
+    axes.bar(places, percent, color=colors, yerr=away, capsize=3, error_kw={"linewidth": 1})
+    axes.set_xticks(places, [f"{n}\n{at:.1f}" for n, at in zip(names, percent, strict=True)])
+    axes.set(ylabel="accuracy in %, 95 % intervals", ylim=(0, 100))
+    _grid_lines(axes)
+    return figure
+
+
 def convergence(objectives: Sequence[float | None], initial: int, label: str) -> Figure:
     """Draw the objective of each trial [N], the first untuned, None if failed, and the best."""
     found = {i: o for i, o in enumerate(objectives) if o is not None}

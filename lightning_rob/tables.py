@@ -192,3 +192,11 @@ def table_text(title: str, results: Iterable[Any], width: int = 120) -> str:
     file = io.StringIO()
     print_table(title, results, Console(file=file, width=width))
     return "\n".join(line.rstrip() for line in file.getvalue().rstrip("\n").split("\n"))
+
+
+def table_html(title: str, results: Iterable[Any], width: int = 120) -> str:
+    """Return the table of accuracies for a notebook, with its colours."""
+    console = Console(file=io.StringIO(), width=width, record=True, force_terminal=True)
+    print_table(title, results, console)
+    frame = '<pre style="line-height: 1.2; font-family: monospace">{code}</pre>'
+    return console.export_html(inline_styles=True, code_format=frame)

@@ -10,6 +10,7 @@ from lightning_rob.plots import (
     GalleryRow,
     MemberPredictions,
     amplification,
+    bars,
     convergence,
     curves,
     gallery,
@@ -110,3 +111,12 @@ def test_curves_show_accuracy_and_interval_at_each_value():
     assert {(1.0, 40.0), (1.0, 60.0), (2.0, 20.0), (2.0, 30.0)} <= set(map(tuple, band.tolist()))
     with pytest.raises(ValueError, match="at least one line"):
         curves([], "x", "y")
+
+
+def test_bars_say_accuracies_and_intervals():
+    figure = bars(["clean", "worst"], [0.9, 0.0], [(0.8, 0.95), (0.0, 0.2)])
+    (axes,) = figure.axes
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["clean\n90.0", "worst\n0.0"]
+    (errors,) = axes.collections
+    ends = [(line[0, 1], line[1, 1]) for line in errors.get_segments()]
+    assert ends == [pytest.approx((80, 95)), pytest.approx((0, 20))]

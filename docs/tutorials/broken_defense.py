@@ -122,7 +122,7 @@ for name, attack in (("PGD", pgd), ("found", found.attack)):
     print(f"{name}: {power(Rounded(net), attack, images[:30], labels[:30])}")
 
 # %% [markdown]
-# ## What no attack gets
+# ## A bound from below
 #
 # An attack bounds robustness from above. Randomized smoothing bounds it from below: where the
 # network predicts by votes over Gaussian noise, a share of the images is certified within a

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,7 +30,10 @@ from lightning_rob.evaluation.worst import WORST as WORST
 from lightning_rob.evaluation.worst import Worst, worst_case
 from lightning_rob.metrics import Paired, paired, student
 from lightning_rob.runtime.identity import attack_spec
-from lightning_rob.tables import CLEAN, table_text
+from lightning_rob.tables import CLEAN, table_html, table_text
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 FEWEST_BROKEN, MOST_BROKEN = 10, 0.9  # images that one class must take to be suspicious
 FEWEST_OF_CLASS = 5  # images of each class: where a class has as many, 0.7 % of samples lack it
@@ -339,6 +342,16 @@ class EvaluationResult:
     def table(self, title: str = "") -> str:
         """Return the table of accuracies with their intervals, for a terminal."""
         return table_text(title, [*self.measurements(), self.measurement(WORST)])
+
+    def _repr_html_(self) -> str:
+        return table_html("", [*self.measurements(), self.measurement(WORST)])
+
+    def plot(self) -> "Figure":
+        """Draw the accuracies with their intervals, "worst" last."""
+        from lightning_rob.plots import bars  # matplotlib takes a second to import
+
+        rows = [*self.measurements(), self.measurement(WORST)]
+        return bars(*zip(*((r.name, r.accuracy, r.interval) for r in rows), strict=True))
 
     def card(self) -> dict[str, Any]:
         """Return what identifies the evaluation: settings, threat model of each attack, worst."""

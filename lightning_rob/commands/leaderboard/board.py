@@ -28,7 +28,6 @@ from lightning_rob.commands.report.blocks import (
     Paragraph,
     html,
     markdown,
-    percent,
     table,
 )
 from lightning_rob.data import ImageData
@@ -44,8 +43,7 @@ HEADS = (
     "seeds>",
     "clean>",
     "usual attack>",
-    "worst>",
-    "95 % interval>",
+    "worst [95 % interval]>",
     "certified>",
     "power>",
     f"resubmitted@{SUBMISSIONS}>",
@@ -54,8 +52,6 @@ HEADS = (
     "training>",
     "prediction>",
 )
-
-
 NOTE = (
     "Worst: the strongest attack on each image, of the usual one, those made for the kind of "
     "defense, and Auto. Ranks are by worst; defenses whose ranks overlap may be equally robust. "
@@ -108,9 +104,9 @@ def run(
     content = {"protocol": asdict(protocol), "norms": ranked}
     atomic_write_text(folder / "leaderboard.json", json.dumps(content, indent=1) + "\n")
     for norm, entries in ranked.items():
-        print(f"Within {norm}: worst, with its 95 % interval")
+        print(f"Within {norm}: rank, worst accuracy in per cent and its 95 % interval")
         for row in entries:
-            print(f"  {cells(row)[0]:>8}  {cells(row)[5]:>6} ({cells(row)[6]})  {row['defense']}")
+            print(f"  {cells(row)[0]:>8}  {cells(row)[5]:20}  {row['defense']}")
     print(visible(f"Wrote {folder}/leaderboard.md, .html and .json"))
 
 
@@ -169,7 +165,11 @@ def page(
     for norm, entries in ranked.items():
         scores = [entry.pop("scores") for entry in entries]
         yield Heading(2, f"{norm}, eps {protocol.radii[norm]:g}")
-        yield table(f"{protocol.images} images", HEADS, map(cells, entries))
+        body = [cells(entry) for entry in entries]
+        shown = [i for i in range(len(HEADS)) if any(row[i] != NONE for row in body)]
+        caption = f"Accuracy in per cent, {protocol.images} images"
+        heads = [HEADS[i] for i in shown]
+        yield table(caption, heads, ([row[i] for i in shown] for row in body))
         tau, low, high = agreement(scores)
         if tau == tau:
             yield Paragraph(
@@ -183,23 +183,26 @@ def page(
         yield table("Submissions", ("folder", "defense", "reason"), reasons)
 
 
-def cells(row: dict[str, Any]) -> tuple[object, ...]:
+def cells(row: dict[str, Any]) -> tuple[str, ...]:
     """Return the cells of a row, in the order of HEADS."""
-    best, worst = row["rank"]
-    low, high = row["interval"]
+    (best, worst), (low, high) = row["rank"], row["interval"]
     return (
         f"{best}" if best == worst else f"{best} to {worst}",
         f"{row['defense']}" + (f" ({row['paper']})" if row["paper"] else ""),
-        row["seeds"],
-        percent(row[CLEAN]),
-        percent(row[USUAL]),
-        percent(row["worst"]),
-        f"{100 * low:.1f} to {100 * high:.1f}",
-        percent(row["certified"]),
-        percent(row["power"]),
-        percent(row["resubmitted"]),
-        percent(row["known_noise"]),
+        f"{row['seeds']}",
+        hundredths(row[CLEAN]),
+        hundredths(row[USUAL]),
+        f"{hundredths(row['worst'])} [{hundredths(low)}, {hundredths(high)}]",
+        hundredths(row["certified"]),
+        hundredths(row["power"]),
+        hundredths(row["resubmitted"]),
+        hundredths(row["known_noise"]),
         ", ".join(row["findings"]) or NONE,
         NONE if row["training"] is None else f"{row['training']:.0f}",
-        f"{row['prediction']:.1f}",
+        f"{row['prediction']:.3g}",
     )
+
+
+def hundredths(share: float | None) -> str:
+    """Return a share in per cent; a dash where it is not known."""
+    return NONE if share is None else f"{100 * share:.1f}"
