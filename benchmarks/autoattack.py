@@ -4,10 +4,11 @@
     OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 python benchmarks/autoattack.py
 
 Trains a SmallCNN on Digits5k, or on the photographs of Patches10, adversarially unless
-`--standard`, then prints a Markdown table. Every package gets the whole batch at once and its own
+`--standard`, or takes a trained one, `--net zoo:digits_robust`, then prints a Markdown table. Every
+package gets the whole batch at once and its own
 defaults for the standard version; all are judged by the same network. "only it" and "only the
 package" count images that one fools and pyautoattack, called directly, does not, or the other way
-round. Passes are per image. A package that is not installed is left out.
+round. Passes are per image. A package that is not installed or not for the norm is left out.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import time
 import torch
 from torch import nn
 
+import lightning_rob
 from lightning_rob.attacks import PGD, Auto, AutoAttack
 from lightning_rob.data import Digits5k, Patches10
 from lightning_rob.defenses import Single
@@ -92,7 +94,7 @@ def adapter(counted, threat):
 def pyautoattack(counted, threat):
     import pyautoattack
 
-    norm = {"linf": "Linf", "l2": "L2"}[threat.norm]
+    norm = threat.norm.capitalize()
     suite = pyautoattack.AutoAttack(counted, norm=norm, eps=threat.eps, seed=SEED)
     return lambda x, y: suite.run_standard_evaluation(x, y, batch_size=len(x))[0]
 
@@ -100,7 +102,7 @@ def pyautoattack(counted, threat):
 def torchattacks(counted, threat):
     import torchattacks
 
-    norm = {"linf": "Linf", "l2": "L2"}[threat.norm]
+    norm = threat.norm.capitalize()
     return torchattacks.AutoAttack(counted, norm=norm, eps=threat.eps, seed=SEED)
 
 
@@ -111,6 +113,7 @@ PACKAGES = {  # row -> package, and how its attack is built
     "`Auto`": ("lightning_rob", auto),
     "torchattacks": ("torchattacks", torchattacks),
 }
+NOT_L1 = ("`Auto`", "torchattacks")
 
 
 def measured(build, net, threat, x, y):
@@ -134,15 +137,19 @@ def measured(build, net, threat, x, y):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", default="Digits5k", choices=list(DATA))
-    parser.add_argument("--norm", default="linf", choices=["linf", "l2"])
+    parser.add_argument("--norm", default="linf", choices=["linf", "l2", "l1"])
     parser.add_argument("--eps", type=float, default=0.2)
     parser.add_argument("--images", type=int, default=200)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--standard", action="store_true")
+    parser.add_argument("--net")
     parser.add_argument("--only", nargs="+", default=list(PACKAGES), choices=list(PACKAGES))
     options = parser.parse_args()
     threat = Threat(options.norm, options.eps)
-    net = trained(options.data, threat, options.epochs, options.standard)
+    if options.net:
+        net = lightning_rob.load(options.net).net.eval().requires_grad_(False)
+    else:
+        net = trained(options.data, threat, options.epochs, options.standard)
     x, y = images(options.data, train=False, most=options.images)
     print(f"{options.data}, {threat}, {len(x)} images, torch {torch.__version__}")
     clean = float((net(x).argmax(1) == y).float().mean())
@@ -153,6 +160,8 @@ def main():
     reference = None
     for name, (package, build) in PACKAGES.items():
         if name not in options.only or not importlib.util.find_spec(package):
+            continue
+        if threat.norm == "l1" and name in NOT_L1:
             continue
         right, passes, seconds, largest, kept = measured(build, net, threat, x, y)
         reference = right if reference is None else reference

@@ -83,10 +83,10 @@ def photographs(train, count):
     return x.to(device()), y.to(device())
 
 
-def trained(seed, epochs=4, count=3000):
-    """Train a ResNet-20 that classifies the photographs and is a little robust."""
+def trained(seed, epochs=4, count=3000, make=ResNet20):
+    """Train a network that classifies the photographs and is a little robust."""
     torch.manual_seed(seed)
-    net, (x, y) = ResNet20().to(device()), photographs(True, count)
+    net, (x, y) = make().to(device()), photographs(True, count)
     optimizer = torch.optim.Adam(net.parameters(), 3e-3)
     steps = epochs * -(-len(x) // 64)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, steps)

@@ -132,6 +132,24 @@ def bars(
     return figure
 
 
+def trace(found: Any) -> Figure:
+    """Draw loss, margin and gradient norm of a `Trace` by step: an image's line ends as it leaves.
+
+    A margin below 0 is a misclassified image.
+    """
+    figure = blank(9.0, 2.8)
+    for place, name in enumerate(("loss", "margin", "gradient_norm"), 1):
+        axes = figure.add_subplot(1, 3, place)
+        for row, color in zip(getattr(found, name).cpu(), cycle(COLORS), strict=False):
+            axes.plot(row, color=color, linewidth=1.2, marker=".", markersize=3)
+        if name == "margin":
+            axes.axhline(0, color="0.5", linewidth=0.8)
+        axes.set_xlabel("step")
+        axes.set_ylabel(name.replace("_", " "))
+        _grid_lines(axes)
+    return figure
+
+
 def convergence(objectives: Sequence[float | None], initial: int, label: str) -> Figure:
     """Draw the objective of each trial [N], the first untuned, None if failed, and the best."""
     found = {i: o for i, o in enumerate(objectives) if o is not None}

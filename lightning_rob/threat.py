@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 else:
     Length = float | str  # so that any LightningCLI takes "8/255"; `pixels` makes it a number
 TINY = 1e-30
+SPARSITY = 0.01  # least share of the pixels that a step for l1 moves, as in foolbox, cleverhans
 
 
 def pixels(value: float | str) -> float:
@@ -71,6 +72,45 @@ def _norms(batch: Tensor, order: float) -> Tensor:
     if order == math.inf:
         return flat.abs().amax(1)  # a tenth of the time of `vector_norm` on a CPU
     return torch.linalg.vector_norm(flat, order, dim=1)
+
+
+def signs_of_largest(g: Tensor, share: Tensor | float) -> Tensor:
+    """Return the signs of each image's largest entries, scaled to an l1 norm of 1; else 0.
+
+    [B, …] and the share [B] of entries that are kept, at least one -> [B, …]. The step of sparse
+    l1 descent (SLIDE, Tramèr and Boneh 2019) and of l1-APGD (Croce and Hein 2021).
+    """
+    flat = g.flatten(1).nan_to_num()
+    n, share = flat.shape[1], torch.as_tensor(share, device=g.device).expand(len(g))
+    rank = (n - 1 - ((1 - share) * n).long()).clamp(0, n - 1)  # rounded as the authors do
+    least = flat.abs().sort(1, descending=True).values.gather(1, rank[:, None])
+    signs = (flat.sign() * (flat.abs() >= least)).view_as(g)
+    return scale(signs, 1 / divisor(_norms(signs, 1)))
+
+
+def _onto_l1(delta: Tensor, room: Tensor, radius: Tensor) -> Tensor:
+    """Return the nearest d with |d| <= room and an l1 norm of at most the radius; all [B, …]."""
+    # d = sgn(delta) min(relu(|delta| - t), room). Its norm falls with t, linearly between the
+    # points where a pixel leaves its bound or arrives at 0; a binary search finds the last of
+    # these at which the norm is still too large.
+    size, room, radius = delta.abs().flatten(1), room.flatten(1), radius[:, None]
+    points = torch.cat([(size - room).clamp_min(0), size], 1).sort(1).values
+
+    def shrunk(t: Tensor) -> Tensor:
+        return torch.minimum((size - t).clamp_min(0), room)
+
+    low = torch.zeros(len(size), 1, dtype=torch.long, device=size.device)
+    high = low + points.shape[1] - 1
+    for _ in range(points.shape[1].bit_length()):
+        middle = (low + high) // 2
+        above = shrunk(points.gather(1, middle)).sum(1, keepdim=True) > radius
+        low, high = torch.where(above, middle, low), torch.where(above, high, middle)
+    t = points.gather(1, low)
+    falling = ((size > t) & (size - room <= t)).sum(1, keepdim=True).clamp_min(1)
+    t = t + (shrunk(t).sum(1, keepdim=True) - radius) / falling
+    inside = torch.minimum(size, room).sum(1, keepdim=True) <= radius
+    found = shrunk(torch.where(inside, 0.0, t)).view_as(delta) * delta.sign()
+    return scale(found, (radius[:, 0] / divisor(_norms(found, 1))).clamp_max(1))  # rounding errors
 
 
 @dataclass(frozen=True)
@@ -160,8 +200,28 @@ class Threat:
         d = (flat.sign() * flat.abs() ** (self.q - 1)).view_as(g)
         return scale(d, 1 / divisor(self.size(d)))
 
+    def direction(self, g: Tensor) -> Tensor:
+        """Compute the direction of an ascent's steps: `steepest`, but sparse signs for l1.
+
+        One pixel at a time, the steepest of l1, would need as many steps as it moves pixels.
+        """
+        if self.p != 1:
+            return self.steepest(g)
+        # On small images 1 % of the pixels cannot hold the radius: three for each that would go
+        # from bound to bound.
+        pixels_needed = 3 * self.eps / (self.bounds[1] - self.bounds[0])
+        return signs_of_largest(g, max(SPARSITY, pixels_needed / g[0].numel()))
+
+    def free(self, g: Tensor, x: Tensor) -> Tensor:
+        """Return the gradient without entries that point out of the bounds at x; all [B, …]."""
+        return g.masked_fill((g > 0) & (x >= self.bounds[1]) | (g < 0) & (x <= self.bounds[0]), 0)
+
     def clip(self, delta: Tensor, x: Tensor) -> Tensor:
-        """Project the perturbation into the ball, then into the bounds around x; all [B, …]."""
+        """Project the perturbation into the ball, then into the bounds around x; all [B, …].
+
+        For l1 it is the projection onto the intersection of both (Croce and Hein 2021), which the
+        projections in turn would miss by far; for linf both are the same.
+        """
         radius = self.eps * self.unit(x)
         if self.p == math.inf:
             reach = scale(torch.ones_like(delta), radius)
@@ -169,8 +229,13 @@ class Threat:
         elif self.p == 2:
             # Perturbations inside the ball stay as they are.
             delta = scale(delta, (radius / divisor(self.size(delta))).clamp_max(1))
+        elif self.p == 1:
+            low, high = self.bounds
+            room = torch.where(delta > 0, high - x, x - low).clamp_min(0)
+            exact = torch.promote_types(delta.dtype, torch.float32)  # half precision loses in sums
+            return _onto_l1(delta.to(exact), room.to(exact), radius.to(exact)).to(delta)
         else:
-            raise ValueError(f"projection is for linf and l2, not for norm {self.norm}")
+            raise ValueError(f"projection is for linf, l2 and l1, not for norm {self.norm}")
         return self.confine(delta, x)
 
     def confine(self, delta: Tensor, x: Tensor) -> Tensor:
@@ -201,13 +266,14 @@ class Threat:
     def corner(self, x: Tensor, generator: Generator = None, share: float = 1.0) -> Tensor:
         """Draw images at random points of the surface of the ball, within the bounds.
 
-        Under linf they are corners; else directions of random values in [-1/2, 1/2].
+        Under linf they are corners; else directions of random values in [-1/2, 1/2], under l1
+        sparse ones.
 
         Args:
             x: [B, …] centres of the balls.
             share: radius of the ball, in units of `eps`.
         """
-        corner = self.steepest(uniform(x, *x.shape[1:], generator=generator) - 0.5)
+        corner = self.direction(uniform(x, *x.shape[1:], generator=generator) - 0.5)
         return self.project(x + scale(corner, share * self.eps * self.unit(x)), x)
 
 

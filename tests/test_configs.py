@@ -382,7 +382,7 @@ MIX_INS = {  # mix-in -> recipe, and all that it changes there
     ),
     "trades": ("madry_cifar10", {"model.trades_beta": 6.0}),
 }
-HAVE_TESTS_OF_THEIR_OWN = {"bart_differentiable", "ema", "finetune", "rt_released"}
+HAVE_TESTS_OF_THEIR_OWN = {"bart_differentiable", "ema", "finetune", "rt_released", "union"}
 
 
 def flat(content, path=""):
@@ -529,6 +529,20 @@ def test_every_file_is_a_recipe_a_mix_in_or_a_search_space():
     mix_ins = {path.stem for path in (ROOT / "configs/mixins").iterdir()}
     assert mix_ins == {*MIX_INS, *(path.stem for path in GROUPS)} | HAVE_TESTS_OF_THEIR_OWN
     assert all("class_path" in content_of(path)["model"] for path in CONFIGS)
+
+
+def test_union_trains_and_is_evaluated_in_the_same_three_balls(tmp_path, monkeypatch):
+    files = [ROOT / "configs/madry_digits.yaml", ROOT / "configs/mixins/union.yaml"]
+    trained = content_of(files[1])["model"]["init_args"]["attack"]
+    evaluated = [attack for path in files for _, attack in attacks_in(content_of(path))]
+    balls = [
+        {(t["norm"], t["eps"]) for t in (attack["init_args"]["threat"] for attack in attacks)}
+        for attacks in (trained, evaluated)
+    ]
+    assert balls[0] == balls[1] == {("linf", 0.1), ("l2", 1.0), ("l1", 5.0)}
+    configs = [part for path in files for part in ("--config", str(path))]
+    monkeypatch.chdir(tmp_path)
+    run("fit", *configs, GREY, *SMALL)
 
 
 def test_attacks_called_arc_are_the_papers():

@@ -27,9 +27,11 @@ CODE = re.compile(r"```.*?```", re.S)
 
 
 def anchors(page):
-    """The anchors that GitHub gives the headings of a page."""
-    headings = re.findall(r"^#+ (.*)$", CODE.sub("", page.read_text()), re.M)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    """The anchors that GitHub gives the headings of a page, and those of blocks to unfold."""
+    text = CODE.sub("", page.read_text())
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    named = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return named | set(re.findall(r'^<details id="([^"]+)"', text, re.M))
 
 
 def test_links_lead_somewhere():

@@ -81,6 +81,7 @@ PASSES = {
     "apgd": (APGD(TINY, 5), (0, 7, 7)),
     "apgd, restarts": (APGD(TINY, 5, restarts=3), (0, 19, 19)),
     "apgd-t": (APGD(TINY, 5, targets=2), (2, 13, 13)),  # what each target's run is worth
+    "apgd in l1": (APGD(Threat("l1", 1e-6), 5, targets=2), (2, 17, 17)),  # three starts
     "fab-t": (FAB(TINY, 5, 1), (6, 5, 5)),
     "fab": (FAB(TINY, 5, 0), (6, 5, 20)),
     "fab-t, restarts": (FAB(TINY, 5, 1, restarts=2), (11, 10, 10)),

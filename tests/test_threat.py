@@ -8,7 +8,7 @@ from scipy import stats
 from lightning_rob.attacks import PGD
 from lightning_rob.defenses import Single
 from lightning_rob.randomness import Streams
-from lightning_rob.threat import Threat, norm_order, pixels
+from lightning_rob.threat import Threat, norm_order, pixels, signs_of_largest
 from tests.attacks.common import assert_inside
 
 ORDERS = [1, 1.5, 2, 3, math.inf]
@@ -114,7 +114,7 @@ def test_project_l2_by_hand():
     torch.testing.assert_close(threat.project(x_adv, x), expected, rtol=0, atol=1e-15)
 
 
-@pytest.mark.parametrize("norm", ["linf", "l2"])
+@pytest.mark.parametrize("norm", ["linf", "l2", "l1"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_project_is_inside_and_idempotent(norm, dtype):
     for eps in (0.0, 1e-8, 0.1, 3.0):
@@ -139,7 +139,7 @@ def test_project_finds_the_nearest_point(norm):
     assert (x + delta - outside).norm(dim=1).min() >= best - 1e-12
 
 
-@pytest.mark.parametrize("norm", ["linf", "l2"])
+@pytest.mark.parametrize("norm", ["linf", "l2", "l1"])
 def test_clip_is_of_the_perturbation(norm):
     threat, x, delta = Threat(norm, 0.5), batch(5, 8), noise(5, 8, seed=7)
     clipped = threat.clip(delta, x)
@@ -147,6 +147,53 @@ def test_clip_is_of_the_perturbation(norm):
     assert ((x + clipped).clamp(0, 1) - (x + clipped)).abs().max() < 1e-12
     assert (threat.size(clipped) <= 0.5 + 1e-12).all()
     assert (threat.size(clipped) < threat.size(delta)).all()
+
+
+def nearest_by_bisection(x, x_adv, radius):
+    """The nearest point of the l1 ball within [0, 1]: the multiplier of the norm by bisection."""
+    delta = (x_adv - x).double()
+    x = x.double()
+
+    def shrunk(t):
+        return torch.clamp(delta.sign() * (delta.abs() - t).clamp_min(0), -x, 1 - x)
+
+    low, high = torch.zeros(len(x), 1).double(), delta.abs().amax(1, keepdim=True) + 1
+    for _ in range(100):
+        middle = (low + high) / 2
+        above = shrunk(middle).abs().sum(1, keepdim=True) > radius
+        low, high = torch.where(above, middle, low), torch.where(above, high, middle)
+    inside = shrunk(torch.zeros(1)).abs().sum(1, keepdim=True) <= radius
+    return x + torch.where(inside, shrunk(torch.zeros(1)), shrunk(high))
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-6, 0.3, 1.0, 12.0, 1e4])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_project_l1_is_the_nearest_point_of_ball_and_bounds(dtype, eps):
+    """Pixels at the bounds, equal values, images of one pixel, perturbations of any size."""
+    for n, size in product((1, 2, 17, 784), (1e-3, 0.3, 5.0)):
+        x = (1.5 * batch(9, n, seed=n) - 0.25).clamp(0, 1).to(dtype)
+        x_adv = x + size * noise(9, n, seed=n + 1).to(dtype)
+        x_adv[0], x_adv[1], x_adv[2] = x[0], x[1] + size, x[2] - size
+        found = Threat("l1", eps).project(x_adv, x)
+        assert found.dtype == dtype
+        error = (found.double() - nearest_by_bisection(x, x_adv, eps)).abs().max()
+        assert error <= 4 * torch.finfo(dtype).eps * max(size, 1)
+        if dtype in (torch.float32, torch.float64):
+            assert_inside(Threat("l1", eps * (1 + 1e-6) + 1e-5), found, x)
+
+
+def test_signs_of_largest_by_hand():
+    g = torch.tensor([[3.0, -4.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0], [1e-30, -2e-30, 0.0, 0.0]])
+    half, all_of_it = signs_of_largest(g, 0.5), signs_of_largest(g, torch.ones(3))
+    expected = torch.tensor([[0.5, -0.5, 0, 0], [0, 0, 0, 0], [0.5, -0.5, 0, 0]])
+    assert torch.equal(half, expected)
+    assert torch.allclose(all_of_it[0], torch.tensor([1 / 3, -1 / 3, 0, 1 / 3]))
+    assert torch.equal(Threat("l1").direction(g)[0], torch.tensor([0.0, -1, 0, 0]))
+
+
+def test_free_drops_what_points_out_of_the_bounds():
+    x, g = torch.tensor([[0.0, 0.0, 1.0, 1.0, 0.5]]), torch.tensor([[1.0, -1, 1, -1, 2]])
+    assert Threat("l1").free(g, x).tolist() == [[1, 0, 0, -1, 2]]
 
 
 # random starts
@@ -186,7 +233,7 @@ def test_start_l2_has_uniform_radius_and_any_direction():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("norm", ["linf", "l2"])
+@pytest.mark.parametrize("norm", ["linf", "l2", "l1"])
 def test_start_of_half_precision_images_is_finite(norm, dtype):
     x = batch(4, 3, 32, 32).to(dtype)
     start = Threat(norm, 0.5).start(x, Streams.from_index(torch.arange(4)))
@@ -212,7 +259,7 @@ def test_relative_lengths_are_shares_of_the_images_own_norm():
     assert str(threat) == "l2 10 % of the image"
 
 
-@pytest.mark.parametrize("norm", ["l2", "linf"])
+@pytest.mark.parametrize("norm", ["l2", "linf", "l1"])
 def test_a_black_image_has_no_relative_ball(norm):
     black, threat = torch.zeros(2, 1, 4, 4), Threat(norm, 0.3, relative=True)
     assert torch.equal(threat.project(black + 0.5, black), black)
@@ -221,7 +268,7 @@ def test_a_black_image_has_no_relative_ball(norm):
     assert threat.distance(black + 0.1, black).isinf().all()
 
 
-@pytest.mark.parametrize("norm", ["l2", "linf"])
+@pytest.mark.parametrize("norm", ["l2", "linf", "l1"])
 def test_relative_starts_and_projections_stay_inside(norm):
     chance = torch.Generator().manual_seed(0)
     x, threat = torch.rand(20, 3, 5, 5, generator=chance), Threat(norm, 0.2, relative=True)

@@ -38,6 +38,7 @@ from lightning_rob.attacks.search import AutoResult
 from lightning_rob.attacks.square import Square
 from lightning_rob.attacks.surrogate import SurrogateGradient
 from lightning_rob.attacks.targeted import HighConfidence, Targeted
+from lightning_rob.attacks.traces import Trace, trace
 from lightning_rob.attacks.transductive import (
     PartialBatchAttack,
     ThroughAdaptation,
@@ -91,6 +92,7 @@ __all__ = [
     "SurrogateTransforms",
     "Targeted",
     "ThroughAdaptation",
+    "Trace",
     "TransferFromStatic",
     "WithBackward",
     "aggmo",
@@ -99,4 +101,5 @@ __all__ = [
     "draw_gradients",
     "evaluating",
     "ranking_weights",
+    "trace",
 ]

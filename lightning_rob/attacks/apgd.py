@@ -1,7 +1,7 @@
 """Auto-PGD: projected gradient ascent that chooses its own step sizes."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -20,10 +20,11 @@ from lightning_rob.objectives import Loss, ce_of_rule, expected_ce, margin_of_ru
 from lightning_rob.randomness import Generator, normal, uniform
 from lightning_rob.rules import Rule
 from lightning_rob.runtime.errors import at_least
-from lightning_rob.threat import Threat, choose, divisor, scale
+from lightning_rob.threat import Threat, choose, divisor, scale, signs_of_largest
 
 ALPHA = 0.75  # share of the gradient step in a move; the rest is the previous move
 RHO = 0.75  # a step size stays if at least this share of the last moves raised the objective
+WIDE = (3.0, 2.0)  # radii of the balls in which a run for l1 begins, in units of eps
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,13 @@ class APGD(Attack):
     best value of the objective, the clean image included. A defense that draws its classifiers
     anew, for which one wrong prediction is no proof, is attacked to the end on all images.
 
+    For l1 it is l1-APGD (Croce and Hein 2021): a step, of length eps at first and without momentum,
+    moves the pixels of the largest gradient, two thirds as many as the best iterate has moved. A
+    run climbs in balls of three and two times the radius, each for three tenths of the steps, and
+    goes on from there within the radius.
+
     Args:
-        threat: the ball and the bounds; linf or l2.
+        threat: the ball and the bounds; linf, l2 or l1.
         objective: the objective to maximise, of `lightning_rob.objectives`.
         targets: number of wrong classes, by falling score of the clean image, towards each of which
             a run of its own climbs the targeted DLR loss; the objective then only decides which run
@@ -67,7 +73,7 @@ class APGD(Attack):
         at_least(1, steps=self.steps, restarts=self.restarts, draws=self.draws)
         if self.targets < 0:
             raise ValueError(f"targets must not be negative, got {self.targets}")
-        check_norm(self, math.inf, 2)
+        check_norm(self, math.inf, 2, 1)
 
     def is_made_for(self, suite_kind: str, rule: Rule) -> bool:
         of_rule = (ce_of_rule(rule), margin_of_rule(rule))
@@ -75,8 +81,15 @@ class APGD(Attack):
 
     def cost(self, count: PassCount) -> int:
         runs = self.restarts * (min(self.targets, count.classes - 1) if self.targets else 1)
-        run = 2 * (self.steps + 1) + (self.targets > 0)  # the start, and the value of its end
+        # Each phase also evaluates its start, and the last one the value of its end.
+        run = sum(2 * (steps + 1) for _, steps in self._phases(self.threat)) + (self.targets > 0)
         return count.drawn(self.draws) * (2 + runs * run)
+
+    def _phases(self, threat: Threat) -> list[tuple[Threat, int]]:
+        """Return the balls in which a run climbs one after the other, and the steps in each."""
+        wide = min(math.ceil(0.3 * self.steps), (self.steps - 1) // 2) if threat.p == 1 else 0
+        balls = [replace(threat, eps=radius * threat.eps) for radius in WIDE if wide]
+        return [*((ball, wide) for ball in balls), (threat, self.steps - len(balls) * wide)]
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         y, certain = y.long(), is_certain(defense, self.objective)
@@ -88,6 +101,7 @@ class APGD(Attack):
         if certain:
             # No run attacks images that are misclassified as they are.
             best_value = best_value.masked_fill(clean.fooled(y), torch.inf)
+        kind = SparseAscent if self.threat.p == 1 else Ascent
         wrong, leaves = order.shape[1], may_leave(defense)
         ranks = range(min(self.targets, wrong)) if self.targets else [None]
         runs = [rank for rank in ranks for _ in range(self.restarts)]
@@ -98,23 +112,28 @@ class APGD(Attack):
             left = everyone.select(unfooled if leaves else torch.ones_like(unfooled))
             noise, rows = derived(left.generator, number), left.index
             threat = self.threat.of(rows)
-            start = surface_point(threat, left.x, noise)
             target = None if rank is None else order[rows, rank]
-            run = Ascent.begin(left, noise, start, 2 * threat.eps, target)
-            with restricted_to(defense, rows):
-                found = self._ascend(defense, run, certain, threat)
+            phases = self._phases(threat)
+            start = surface_point(phases[0][0], left.x, noise)
+            for ball, steps in phases:
+                if ball.p == 1:
+                    start = ball.project(start, left.x)
+                run = kind.begin(left, noise, start, ball, target)
+                with restricted_to(defense, rows):
+                    found = self._ascend(defense, run, certain and ball is threat, ball, steps)
+                start = found[0]
             best[rows], best_value[rows] = better(best[rows], best_value[rows], *found)
         return best
 
     def _ascend(
-        self, defense: Defense, run: "Ascent", certain: bool, threat: Threat
+        self, defense: Defense, run: "Ascent", certain: bool, threat: Threat, steps: int
     ) -> tuple[Tensor, Tensor]:
         """Return the last images [b, …] of a run and their values [b], infinite if they fool."""
         x_adv, value = run.x.clone(), torch.full_like(run.value, torch.inf)
-        checks = checkpoints(self.steps)
+        checks = run.checkpoints(steps)
         leaves = self.early_stop and certain and may_leave(defense)
         objective = ObjectiveGradient(self.objective, self.draws)
-        for step in range(self.steps + 1):
+        for step in range(steps + 1):
             loss = self.objective if run.target is None else targeted_dlr(run.target)
             climbed = ObjectiveGradient(loss, self.draws)
             check = step == 0 and run.target is not None
@@ -132,11 +151,12 @@ class APGD(Attack):
                     break
             if step in checks:
                 run.reconsider_step_size(checks[step])
-            if step < self.steps:
+            if step < steps:
                 run.move(threat.of(run.index), ALPHA if step else 1.0)
         if not len(run):
             return x_adv, value
-        if run.target is not None:  # values of the loss towards other targets do not compare
+        # Values of the loss towards other targets do not compare.
+        if run.target is not None and threat.eps == self.threat.eps:
             with torch.no_grad(), restricted_to(defense, run.index):
                 run.best_value = objective.value(defense, run.best, run.y, run.generator)
         x_adv[run.index] = choose(run.fools, run.fooling, run.best)
@@ -165,10 +185,10 @@ class Ascent(ActiveBatch):
 
     @classmethod
     def begin(
-        cls, left: ActiveBatch, noise: Generator, start: Tensor, step_size: float, to: Tensor | None
+        cls, left: ActiveBatch, noise: Generator, start: Tensor, threat: Threat, to: Tensor | None
     ) -> "Ascent":
         """Begin a run on the images that are left, from their starts, towards classes or none."""
-        x = left.x
+        x, step_size = left.x, 2 * threat.eps
         zero, zeros = torch.zeros_like(x), x.new_zeros(len(x))
         never = zeros - torch.inf
         images = (start, start, zero, start, zero)
@@ -176,6 +196,18 @@ class Ascent(ActiveBatch):
         numbers = (never, zeros + step_size, zeros, zeros, never, zeros == 0)
         state = (*images, *numbers, x, zeros > 0, to)
         return cls(positions(x), x, left.y, noise, *state)
+
+    @staticmethod
+    def checkpoints(steps: int) -> dict[int, int]:
+        """Return the checkpoints w_j and the moves since the one before, as the authors round."""
+        # The first interval is 0.22 of the steps, each is 0.03 shorter than the last, or 0.06.
+        moves, shortest, shrink = (max(int(share * steps), 1) for share in (0.22, 0.06, 0.03))
+        found, at = {}, moves
+        while at <= steps:
+            found[at] = moves
+            moves = max(moves - shrink, shortest)
+            at += moves
+        return found
 
     def observe(self, at: ObjectiveAt, first: bool) -> None:
         """Take in the gradients and values of the current iterates."""
@@ -207,22 +239,54 @@ class Ascent(ActiveBatch):
         self.previous, self.x_adv = self.x_adv, threat.project(self.x_adv + move, self.x)
 
 
-def checkpoints(steps: int) -> dict[int, int]:
-    """Return the checkpoints w_j and the moves since the one before, as the authors round them."""
-    # The first interval is 0.22 of the steps, each is 0.03 shorter than the last, at least 0.06.
-    moves, shortest, shrink = (max(int(share * steps), 1) for share in (0.22, 0.06, 0.03))
-    found, at = {}, moves
-    while at <= steps:
-        found[at] = moves
-        moves = max(moves - shrink, shortest)
-        at += moves
-    return found
+@dataclass
+class SparseAscent(Ascent):
+    """The state of a run for l1, whose steps move few pixels."""
+
+    longest: float  # the first step size
+    support: Tensor  # [b] how many pixels the best iterates had moved at the last checkpoint
+
+    @classmethod
+    def begin(
+        cls, left: ActiveBatch, noise: Generator, start: Tensor, threat: Threat, to: Tensor | None
+    ) -> "SparseAscent":
+        run, moved = Ascent.begin(left, noise, start, threat, to), _moved(start, left.x)
+        run.step_size = run.step_size / 2
+        return cls(**vars(run), longest=threat.eps, support=moved)
+
+    @staticmethod
+    def checkpoints(steps: int) -> dict[int, int]:
+        moves = max(int(0.04 * steps), 1)
+        return dict.fromkeys(range(moves, steps + 1, moves), moves)
+
+    def reconsider_step_size(self, moves: int) -> None:
+        """Shorten the steps; if the best iterates grow sparser, go on from these by long ones."""
+        moved = _moved(self.best, self.x)
+        sparser = moved < 0.95 * self.support
+        shorter = (self.step_size / 1.5).clamp_min(self.longest / 10)
+        self.step_size, self.support = shorter.masked_fill(sparser, self.longest), moved
+        self.x_adv = choose(sparser, self.best, self.x_adv)
+        self.gradient = choose(sparser, self.best_gradient, self.gradient)
+
+    def move(self, threat: Threat, alpha: float) -> None:
+        share = self.support / self.x[0].numel() / 1.5
+        length = self.step_size * threat.unit(self.x)
+        step = scale(signs_of_largest(self.gradient, share), length)
+        self.x_adv = threat.project(self.x_adv + step, self.x)
+
+
+def _moved(x_adv: Tensor, x: Tensor) -> Tensor:
+    """Return how many values [b] of each image have changed."""
+    return (x_adv != x).flatten(1).sum(1)
 
 
 def surface_point(
     threat: Threat, x: Tensor, generator: Generator = None, share: float = 1.0
 ) -> Tensor:
     """Draw images [B, …] on the surface of the ball, or at a share of its radius."""
+    if threat.p == 1:
+        ball = replace(threat, eps=share * threat.eps)
+        return ball.project(x + normal(x, *x.shape[1:], generator=generator), x)
     if threat.p == math.inf:
         direction = 2 * uniform(x, *x.shape[1:], generator=generator) - 1
     else:

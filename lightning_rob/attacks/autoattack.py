@@ -34,8 +34,8 @@ STAGES = {
     "rand": ("apgd-ce", "apgd-dlr"),
 }
 CLASSES = {"apgd-ce": 2, "apgd-dlr": 3, "apgd-t": 4, "fab": 2, "fab-t": 2, "square": 2}  # needed
-TARGETS = 9  # wrong classes attacked in turn, in every version
-NORMS = {math.inf: "Linf", 2.0: "L2"}
+TARGETS = 9  # wrong classes attacked in turn
+NORMS = {math.inf: "Linf", 2.0: "L2", 1.0: "L1"}
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,9 @@ class AutoAttack(Attack):
     draws noise for a batch, and whose warnings go to the logger "auto-attack".
 
     Args:
-        threat: a ball for linf or l2.
-        version: "standard" (APGD-CE, APGD-T, FAB-T, Square with 5,000 queries), "plus" (all six),
+        threat: a ball for linf, l2 or l1.
+        version: "standard" (APGD-CE, APGD-T, FAB-T, Square with 5,000 queries; for l1 with five
+            restarts of APGD-CE and five classes of APGD-T), "plus" (all six),
             "rand" (APGD-CE and APGD-DLR on the mean gradient of 20 predictions), or "custom".
         attacks: the attacks of a "custom" version, in this order and with one restart, else as in
             the standard version: "apgd-ce", "apgd-dlr", "apgd-t", "fab", "fab-t", "square".
@@ -196,17 +197,19 @@ class AutoAttack(Attack):
         """Return the attacks of this version, APGD with early stopping or without."""
         names = self.attacks or STAGES[self.version]
         self._check_classes(names, classes)
+        fewer = self.threat.p == 1 and self.version != "plus"  # the authors' choice for l1
+        often = self.version == "plus" or (self.version == "standard" and self.threat.p == 1)
         ce = APGD(
             self.threat,
-            restarts=5 if self.version == "plus" else 1,
+            restarts=5 if often else 1,
             draws=20 if self.version == "rand" else None,
             early_stop=early_stop,
         )
         stages = {
             "apgd-ce": ce,
             "apgd-dlr": replace(ce, objective=expected_dlr),
-            "apgd-t": APGD(self.threat, targets=TARGETS, early_stop=early_stop),
-            "fab": FAB(self.threat, targets=0, restarts=ce.restarts),
+            "apgd-t": APGD(self.threat, targets=5 if fewer else TARGETS, early_stop=early_stop),
+            "fab": FAB(self.threat, targets=0, restarts=5 if self.version == "plus" else 1),
             "fab-t": FAB(self.threat, targets=TARGETS),
             "square": Square(self.threat, self.queries),
         }
@@ -259,6 +262,9 @@ class AutoAttack(Attack):
                     part.n_target_classes = min(part.n_target_classes, classes - 1)
                 if self.version == "custom":  # the package's default is 5, the standard's is 1
                     suite.apgd.n_restarts = suite.fab.n_restarts = 1
+                    if self.threat.p == 1:
+                        suite.apgd.use_largereps = suite.apgd_targeted.use_largereps = True
+                        suite.apgd_targeted.n_target_classes = min(5, classes - 1)
                 suite.square.n_queries = self.queries
                 found, _ = suite.run_standard_evaluation(single, y.long(), batch_size=len(x))
             finally:

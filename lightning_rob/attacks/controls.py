@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lightning_rob.attacks.active_set import derived
 from lightning_rob.attacks.base import Attack
 from lightning_rob.attacks.decorators import AttackDecorator
 from lightning_rob.defenses import Defense
@@ -60,10 +61,19 @@ class RandomStart(Attack):
 
 @dataclass(frozen=True)
 class CommonCorruption(Attack):
-    """Corrupt images by a random transform that does not depend on the defense."""
+    """Corrupt images by a random transform that does not depend on the defense.
+
+    Args:
+        attack: an attack on the corrupted images, around which its ball is; None corrupts alone.
+    """
 
     knowledge: ClassVar[str] = "nothing: images are corrupted whatever the defense"
     transform: Transform
+    attack: Attack | None = None
+
+    def __post_init__(self) -> None:
+        if self.attack:
+            object.__setattr__(self, "knowledge", f"{self.knowledge}; then {self.attack.knowledge}")
 
     @property
     def threat(self) -> Threat:  # type: ignore[override]
@@ -71,7 +81,10 @@ class CommonCorruption(Attack):
         return Threat("linf", 1.0)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        return self.transform(x, *self.transform.sample(x, generator))
+        corrupted = self.transform(x, *self.transform.sample(x, generator))
+        if self.attack is None:
+            return corrupted
+        return self.attack.perturb(defense, corrupted, y, derived(generator, 0))
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class FAB(Attack):
     AutoAttack does.
 
     Args:
-        threat: the ball and the bounds; linf or l2.
+        threat: the ball and the bounds; linf, l2 or l1.
         targets: number of wrong classes, by falling score of the clean image, whose boundaries are
             searched, each in a run of its own; with more than there are, all of them. 0 moves to
             the nearest of all boundaries, at the price of a gradient for each.
@@ -58,7 +58,7 @@ class FAB(Attack):
         at_least(1, steps=self.steps, restarts=self.restarts, draws=self.draws)
         if self.targets < 0:
             raise ValueError(f"targets must not be negative, got {self.targets}")
-        check_norm(self, math.inf, 2)
+        check_norm(self, math.inf, 2, 1)
 
     def cost(self, count: PassCount) -> int:
         wrong = count.classes - 1
@@ -159,6 +159,12 @@ def to_hyperplane(x: Tensor, w: Tensor, gap: Tensor, threat: Threat) -> Tensor:
     sign = flat.sign().mul_(side[:, None])
     moves = sign.abs()
     room = (at - (low + high) / 2).mul_(sign).add_((high - low) / 2).mul_(moves)
+    if threat.p == 1:  # one pixel after the other goes to its bound, by falling gradient
+        size, order = size.sort(1, descending=True)
+        share, room = size * room.gather(1, order), room.gather(1, order)
+        left = (gap[:, None] - share.cumsum(1) + share).clamp_min(0)
+        moved = torch.minimum((left / divisor(size)).clamp_max(torch.finfo(x.dtype).max), room)
+        return torch.zeros_like(flat).scatter(1, order, moved).mul_(sign).neg_().view_as(x)
     speed, slope = (moves, size) if threat.p == math.inf else (size, size.square())
     reach, length, most = size * room, torch.zeros_like(gap), torch.finfo(gap.dtype).max
     # A GPU waits at each look, and steps beyond the solution change nothing.

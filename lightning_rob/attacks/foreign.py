@@ -79,7 +79,7 @@ class Foreign(Attack):
             )
         kept = choose(beyond, x, found)
         # Rounding errors; of other norms, within the tolerance, there is no projection.
-        if self.threat.p not in (2, math.inf):
+        if self.threat.p not in (1, 2, math.inf):
             return self.threat.apply(kept - x, x)
         return self.threat.project(kept, x)
 

@@ -1,6 +1,8 @@
 """The value and the gradient of an objective on a defense, and gradients of single draws."""
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -10,11 +12,19 @@ from lightning_rob.attacks.backward import Backward
 from lightning_rob.attacks.contexts import attacking
 from lightning_rob.attacks.sight import image_gradient
 from lightning_rob.defenses import Defense
-from lightning_rob.objectives import Loss, check_logits, climbed, expected_ce, reduction_of
+from lightning_rob.objectives import (
+    Loss,
+    check_logits,
+    climbed,
+    expected_ce,
+    expected_margin,
+    reduction_of,
+)
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import Rule, random_member
 from lightning_rob.threat import choose
 
+_seen: ContextVar[list[Tensor] | None] = ContextVar("seen", default=None)  # see `recorded`
 Draws = tuple[Rule, Tensor, Tensor]  # a rule, the logits [S, B, K] it decides on, their weights [S]
 
 
@@ -55,6 +65,16 @@ class ObjectiveGradient:
         self, defense: Defense, x: Tensor, y: Tensor, generator: Generator, check: bool = False
     ) -> ObjectiveAt:
         """Return the objective and its gradient at images [B, C, H, W] with labels [B]."""
+        at = self._at(defense, x, y, generator, check)
+        if (seen := _seen.get()) is not None:
+            margin = -expected_margin(at.logits, at.weights, y)
+            columns = at.value[0], margin[0], at.gradient[0].norm()
+            seen.append(torch.stack([number.detach().float() for number in columns]))
+        return at
+
+    def _at(
+        self, defense: Defense, x: Tensor, y: Tensor, generator: Generator, check: bool
+    ) -> ObjectiveAt:
         if len(defense.components()) > 1 and reduction_of(self.objective):
             return self._of_mixture(defense, x, y, generator, check)
         x = x.detach().requires_grad_()
@@ -86,7 +106,7 @@ class ObjectiveGradient:
             if share == 0:
                 continue
             # The graph of this part is free before the next one is evaluated.
-            part = self(member, x, y, generator, check)
+            part = self._at(member, x, y, generator, check)
             # That of the part with the smallest value, or the mean by the parts' shares.
             if smallest:
                 gradient = choose(part.value < value, part.gradient, gradient)
@@ -101,6 +121,17 @@ class ObjectiveGradient:
         if defense.rule is not random_member:  # the parts' predictions are pooled
             deciders = ((defense.rule, logits, weights),)
         return ObjectiveAt(value, gradient, logits, weights, deciders)
+
+
+@contextmanager
+def recorded() -> Iterator[list[Tensor]]:
+    """Yield what an attack on one image sees: value, margin and l2 norm of each gradient, [3]."""
+    seen: list[Tensor] = []
+    token = _seen.set(seen)
+    try:
+        yield seen
+    finally:
+        _seen.reset(token)
 
 
 def draw_gradients(

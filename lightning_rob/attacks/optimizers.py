@@ -57,7 +57,8 @@ def aggmo(count: int) -> tuple[float, ...]:
 class AggMo(AttackOptimizer):
     """Aggregated momentum (Lucas et al. 2019; RT paper, Algorithm 1): several velocities at once.
 
-    Steepest directions have unit length in the threat's norm. Each velocity v has a coefficient m:
+    Steepest directions have unit length in the threat's norm; for l1 they are `Threat.direction`.
+    Each velocity v has a coefficient m:
 
     - "steepest": v <- m v + steepest(gradient); the step is the mean of steepest(v). The RT
       authors' code with `normalize: True`.
@@ -90,11 +91,11 @@ class AggMo(AttackOptimizer):
             return gradient.clamp(-bound, bound)
 
         own = {"gradients": clamped, "normalized": _unit}
-        accumulated = own.get(self.variant, threat.steepest)
-        direction = torch.clone if self.variant == "paper" else threat.steepest
+        accumulated = own.get(self.variant, threat.direction)
+        direction = torch.clone if self.variant == "paper" else threat.direction
         if not any(self.momentum) and self.variant != "gradients":
             # Every velocity is the current gradient, scaled: no state, and half of the work.
-            return StepRule(lambda gradient, state: (threat.steepest(gradient), state))
+            return StepRule(lambda gradient, state: (threat.direction(gradient), state))
 
         def update(gradient: Tensor, velocities: State) -> tuple[Tensor, State]:
             g = accumulated(gradient)
@@ -122,7 +123,7 @@ class Nesterov(AttackOptimizer):
         def update(gradient: Tensor, state: State) -> tuple[Tensor, State]:
             g = _unit(gradient)
             velocity = self.momentum * state[0].to(g) + g
-            return threat.steepest(g + self.momentum * velocity), (velocity,)
+            return threat.direction(g + self.momentum * velocity), (velocity,)
 
         return StepRule(update, (torch.zeros(()),))
 

@@ -32,6 +32,7 @@ from lightning_rob.threat import Length, Threat, choose, scale
 class PGD(Attack):
     """Projected gradient ascent on any objective (Madry et al. 2018).
 
+    For l1 a step moves few pixels, those with the largest gradient (SLIDE, Tramèr and Boneh 2019).
     FGSM is one step of size eps without random start, BIM is PGD without random start. Adaptive PGD
     and EoT are the default objective on an ensemble or a random defense. Momentum is
     `momentum=[0.9]`, AggMo (Lucas et al. 2019) is `momentum=[0, 0.9, 0.99]`; see `AggMo`.
@@ -123,6 +124,8 @@ class PGD(Attack):
                             return x_final
                     # Lengths are shares of each image's unit: its norm, or its own radius.
                     threat = self.threat.of(run.index)
+                    if threat.p == 1:  # a sparse step must not be spent on pixels at their bounds
+                        gradient = threat.free(gradient, run.x_adv)
                     length = self.step_size * threat.unit(run.x)
                     step_taken = scale(step_rule(gradient), length)
                     run.x_adv = threat.project(run.x_adv + step_taken, run.x)
@@ -154,7 +157,7 @@ class Iterates(ActiveBatch):
         self.best, self.best_value = better(self.best, self.best_value, x_adv, value)
 
 
-def is_pgd(attack: Attack | None) -> TypeGuard[PGD]:
+def is_pgd(attack: object) -> TypeGuard[PGD]:
     """Whether an attack has PGD's fields: an objective, steps, a random start."""
     return isinstance(attack, PGD)
 

@@ -34,15 +34,16 @@ class Square(Attack):
     score minus the largest other one. For linf (Algorithm 2) each channel of the window moves to
     +eps or -eps; the search starts with vertical stripes of these. For l2 (Algorithm 3) the norm of
     a second window moves into the first one, in the form of two opposite pyramids; the search
-    starts with tiles of these. A window covers a share p of the image, halved after 10, 50, 200,
-    500, 1,000, 2,000 … queries. Windows are drawn for each image. A change that leaves an image as
-    it is costs no pass, but counts.
+    starts with tiles of these. For l1 (Croce and Hein 2021) the pyramids are steeper, and projected
+    in place of scaled. A window covers a share p of the image, halved after 10, 50, 200, 500,
+    1,000, 2,000 … queries. Windows are drawn for each image. A change that leaves an image as it is
+    costs no pass, but counts.
 
     It attacks the mean prediction of a defense, `lightning_rob.attacks.foreign.scores`, as
     AutoAttack does. Images that are fooled leave; the others are returned at their smallest margin.
 
     Args:
-        threat: the ball and the bounds; linf or l2.
+        threat: the ball and the bounds; linf, l2 or l1.
         p: share of the image in the first windows.
 
     """
@@ -58,7 +59,7 @@ class Square(Attack):
         at_least(1, queries=self.queries, draws=self.draws)
         if not 0 < self.p <= 1:
             raise ValueError(f"p must be a share of the image in (0, 1], got {self.p}")
-        check_norm(self, math.inf, 2)
+        check_norm(self, math.inf, 2, 1)
 
     def cost(self, count: PassCount) -> int:
         return count.drawn(self.draws) * (2 + self.queries)  # the clean image, and the start
@@ -120,7 +121,7 @@ class Square(Attack):
         side = max(min(height, width) // 5, 1)
         down, across = height // side, width // side
         numbers = uniform(x, 1 + channels, down, across, 1, 1, generator=walk.generator)
-        tiles = _signs(numbers[:, 1:]) * _turned_pyramids(side, numbers[:, :1])
+        tiles = _signs(numbers[:, 1:]) * self._turned_pyramids(side, numbers[:, :1])
         tiles = tiles.transpose(3, 4).reshape(len(x), channels, down * side, across * side)
         top, left = (height - down * side) // 2, (width - across * side) // 2
         delta = torch.zeros_like(x)
@@ -132,7 +133,7 @@ class Square(Attack):
         numbers, (height, width) = walk.numbers[:, query % AHEAD], walk.x.shape[2:]
         share = self.p / 2 ** sum(query > last for last in SCHEDULE)
         side = max(round(math.sqrt(share * height * width)), 1)
-        if self.threat.p == 2:
+        if self.threat.p < math.inf:
             side = max(side, 3)
             return self._window_of_pyramids(walk, numbers, min(side + 1 - side % 2, height, width))
         # Each channel of a window moves to +eps or -eps; in some images this changes nothing.
@@ -145,25 +146,39 @@ class Square(Attack):
 
     def _window_of_pyramids(self, walk: "Walk", numbers: Tensor, side: int) -> Proposal:
         """Move the norm in a second window, and what is left of eps, into pyramids in a first."""
-        x, delta = walk.x, (walk.best - walk.x).flatten(2)
+        x, delta, p = walk.x, (walk.best - walk.x).flatten(2), self.threat.p
         # The norm that leaves the second window is spent in the first, so that eps is used up.
         first, second = (_window(numbers[:, at : at + 2], side, x) for at in (0, 2))
         both = torch.zeros_like(delta).scatter(2, first, 1.0).scatter(2, second, 1.0)
-        in_windows = (delta * both).square().sum(2, keepdim=True)
-        unused = (self._radius(x) ** 2 - self.threat.size(delta) ** 2).clamp_min(0) / x.shape[1]
-        new = _turned_pyramids(side, numbers[:, 4, None, None]).flatten(1)[:, None]
-        new = new * _signs(numbers[:, 5:, None]) + _normalized(delta.gather(2, first))
-        new = _normalized(new) * (unused[:, None, None] + in_windows).sqrt()
+        in_windows = (delta * both).abs().pow(p).sum(2, keepdim=True)
+        unused = (self._radius(x) ** p - self.threat.size(delta) ** p).clamp_min(0) / x.shape[1]
+        new = self._turned_pyramids(side, numbers[:, 4, None, None]).flatten(1)[:, None]
+        new = new * _signs(numbers[:, 5:, None]) + self._normalized(delta.gather(2, first))
+        new = self._normalized(new) * (unused[:, None, None] + in_windows).pow(1 / p)
+        if p == 1:
+            new = new * x.shape[1]  # as the authors do; the projection takes back what is too much
         delta = delta.scatter(2, second, 0.0).scatter(2, first, new)
         return positions(x), self._on_sphere(delta.view_as(x), x)
 
     def _on_sphere(self, delta: Tensor, x: Tensor) -> Tensor:
-        """Scale perturbations [b, …] to the radius, and add them within the bounds."""
+        """Scale perturbations [b, …] to the radius, or project them, and add them within bounds."""
+        if self.threat.p == 1:
+            return self.threat.project(x + delta, x)
         size = divisor(self.threat.size(delta), GUARD)
         return self.threat.apply(scale(delta, self._radius(x) / size), x)
 
     def _radius(self, x: Tensor) -> Tensor:
         return self.threat.eps * self.threat.unit(x)
+
+    def _turned_pyramids(self, side: int, numbers: Tensor) -> Tensor:
+        """Return `pyramids`, turned where numbers [..., 1, 1] are below one half."""
+        pattern = pyramids(side, self.threat.p).to(numbers, non_blocking=True)
+        return torch.where(numbers < 0.5, pattern.T, pattern)
+
+    def _normalized(self, window: Tensor) -> Tensor:
+        """Scale each channel of a window [b, C, n] to norm 1."""
+        norm: Tensor = torch.linalg.vector_norm(window, self.threat.p, dim=2, keepdim=True)
+        return window / (norm + guard(norm, GUARD))
 
 
 @dataclass
@@ -191,28 +206,16 @@ def _signs(numbers: Tensor) -> Tensor:
     return torch.where(numbers < 0.5, -1.0, 1.0).to(numbers)
 
 
-def _turned_pyramids(side: int, numbers: Tensor) -> Tensor:
-    """Return `pyramids`, turned where numbers [..., 1, 1] are below one half."""
-    pattern = pyramids(side).to(numbers, non_blocking=True)
-    return torch.where(numbers < 0.5, pattern.T, pattern)
-
-
-def _normalized(window: Tensor) -> Tensor:
-    """Scale each channel of a window [b, C, n] to norm 1."""
-    norm: Tensor = torch.linalg.vector_norm(window, dim=2, keepdim=True)
-    return window / (norm + guard(norm, GUARD))
-
-
 @cache
-def pyramids(side: int) -> Tensor:
-    """Return the change of an l2 window: a pyramid above an inverted one (eqs. 2 and 3)."""
+def pyramids(side: int, p: float = 2.0) -> Tensor:
+    """Return the change of a window for l2 or l1: a pyramid above an inverted one (eqs. 2, 3)."""
     halves = []
     for height in (side // 2, side - side // 2):
         rows, columns = ((torch.arange(n) - n // 2).abs() for n in (height, side))
         rings = torch.maximum(rows[:, None], columns[None, :])
-        # A pixel of ring k has the sum of 1 / j^2 from j = k to the outermost ring.
-        steps = 1 / torch.arange(1.0, side // 2 + 2) ** 2
+        # A pixel of ring k has the sum of 1 / j^2 (1 / j^4 for l1) from j = k to the outermost one.
+        steps = 1 / torch.arange(1.0, side // 2 + 2) ** (4 / p)
         values = steps.flip(0).cumsum(0).flip(0)[rings]
-        norm: Tensor = torch.linalg.vector_norm(values)
+        norm: Tensor = torch.linalg.vector_norm(values, p)
         halves.append(values / norm.clamp_min(GUARD))
-    return torch.cat([halves[0], -halves[1]]) / (2.0 if side > 1 else 1.0) ** 0.5
+    return torch.cat([halves[0], -halves[1]]) / (2.0 if side > 1 else 1.0) ** (1 / p)

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 
+from lightning_rob.attacks import Attack
 from lightning_rob.callbacks.progress import console_of
 from lightning_rob.callbacks.robust_eval import RobustEval
 from lightning_rob.defenses import Defense
@@ -13,6 +14,7 @@ from lightning_rob.evaluation.corruptions import (
     SEVERITIES,
     common_corruptions,
     corruption_errors,
+    corruption_table,
 )
 from lightning_rob.metrics.corruption_error import ALEXNET_ERRORS, check_reference, corruption_error
 
@@ -33,6 +35,8 @@ class CorruptionEval(RobustEval):
     Args:
         corruptions: their names in `lightning_rob.transforms.corruptions.Corruption`.
         severities: 1 to 5.
+        attacks: name -> attack on the corrupted images too, logged as `fog_3_pgd`, and in the table
+            of corruptions and severities that a test prints.
         reference: corruption -> mean error of a reference network over the five severities, for
             mCE: on other data than ImageNet, of a network of your own. "alexnet" has the paper's.
         **options: options of `RobustEval`, such as `max_images`.
@@ -43,9 +47,12 @@ class CorruptionEval(RobustEval):
         corruptions: Sequence[str] = CORRUPTIONS,
         severities: Sequence[int] = SEVERITIES,
         reference: Literal["alexnet"] | dict[str, float] | None = None,
+        attacks: dict[str, Attack] | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(common_corruptions(corruptions, severities), corrupted, **options)
+        found = common_corruptions(corruptions, severities, attacks)
+        super().__init__(found, corrupted, **options)
+        self.attack_names = tuple(attacks or {})
         self.corruptions, self.severities = tuple(corruptions), tuple(severities)
         self.reference: Mapping[str, float] | None = (
             ALEXNET_ERRORS if isinstance(reference, str) else reference
@@ -74,5 +81,8 @@ class CorruptionEval(RobustEval):
     def on_test_end(self, trainer: Trainer, pl_module: Any) -> None:
         super().on_test_end(trainer, pl_module)
         if trainer.is_global_zero:
+            assert self.result is not None
+            parts = self.corruptions, self.severities, self.attack_names
+            console_of(trainer).print(corruption_table(self.result, *parts))
             mce = f", mCE {self.figures['mce']:.1%}" if "mce" in self.figures else ""
             console_of(trainer).print(f"Mean corruption error {self.figures['error']:.1%}{mce}")

@@ -21,7 +21,9 @@ FAIL_UNDER = "  --fail_under NAME=VALUE     exit code 1 if below it: robust/wors
 SPECIFIC = {
     "fit": """\
   --trainer.max_epochs=N      and .precision=bf16-mixed .accumulate_grad_batches=N
-  --test_after_fit=true       test the trained model, and print the table""",
+  --test_after_fit=true       test the trained model, and print the table
+  --seeds 0..4                a training and test each, their mean and interval;
+                              --workers=N or --ray=N side by side""",
     "validate": FAIL_UNDER,
     "test": FAIL_UNDER,
     "predict": "",

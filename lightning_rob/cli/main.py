@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any, NoReturn
 
-from lightning_rob.commands.config import config_of, function_of
+from lightning_rob.commands.config import SpreadConfig, config_of, function_of
 from lightning_rob.runtime.errors import Fault, InputError, LostRank, nearest, visible
 
 COMMANDS = {
@@ -93,11 +93,16 @@ def _run(reads_records: bool, command: str, *args: str) -> None:
     from lightning_rob.cli.options import parse_records, read_command_line
 
     try:
-        if reads_records:
+        if command == "fit" and any(re.match("--seeds\\b", arg) for arg in args):
+            from lightning_rob.cli.seeds import fit_seeds
+
+            fit_seeds(args)
+        elif reads_records:
             config = parse_records(command, args)  # before the function is imported, and torch
             function_of(command)(config)
         else:
             line = read_command_line(command, *args)
+            share_work(line)
             if sys.stderr.isatty() and os.environ.get("LOCAL_RANK", "0") == "0":
                 # A file or a pipe keeps to the results and errors, of which an error is one line.
                 print(f"lightning-rob {command}: loading PyTorch …", file=sys.stderr, flush=True)
@@ -113,6 +118,17 @@ def _run(reads_records: bool, command: str, *args: str) -> None:
             raise
         code = 1 if isinstance(error, Fault) else 2
         _fail(str(error), code, at_once=isinstance(error, LostRank))
+
+
+def share_work(line: Any) -> None:
+    """Let several processes do the parts of a command, where its options ask for it."""
+    if not isinstance(line.options, SpreadConfig):
+        return
+    workers = line.options.ray or line.options.workers
+    if workers > 1:
+        from lightning_rob.runtime.spread import spread
+
+        spread([line.command, *line.given], workers, ray=line.options.ray > 0)
 
 
 def _fail(message: str, code: int = 2, at_once: bool = False) -> NoReturn:

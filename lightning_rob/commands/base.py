@@ -72,6 +72,7 @@ class Run:
 def trained_threat(module: Any) -> Threat | None:
     """Return the threat of a module's training; None if it was not trained against attacks."""
     attack = getattr(module, "attack", None)
+    attack = attack[0] if isinstance(attack, tuple) else attack  # of several, the first
     threat = attack.threat if isinstance(attack, Attack) else getattr(module, "threat", None)
     return threat if isinstance(threat, Threat) else None
 

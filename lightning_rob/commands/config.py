@@ -4,13 +4,15 @@ The module of the options imports nothing heavy, so that both are there at once.
 of a command is beside them, or in a part of the command's package that imports torch.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from lightning_rob.runtime.errors import at_least as at_least
 
+Item = TypeVar("Item")
 OF_LIGHTNING = ("fit", "validate", "test", "predict")  # commands
 
 
@@ -20,13 +22,40 @@ class CommandConfig:
 
     usage: ClassVar[str]  # arguments in the first line of its page
     positional: ClassVar[str] = "ckpt_path"  # of arguments without a name; "" for none
-    part: ClassVar[str] = ""  # module of the command's package with `run`; "" for the package
+    module: ClassVar[str] = ""  # of the command's package with `run`; "" for the package
     reads_records: ClassVar[bool] = False  # its arguments, all of them; no torch
 
     @classmethod
     def from_recipe(cls, recipe: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options that a recipe of `fit` implies."""
         return {}
+
+
+@dataclass(frozen=True)
+class SpreadConfig(CommandConfig):
+    """Options of a command whose work several processes can share.
+
+    Args:
+        workers: processes on this machine that share the work
+        ray: workers of a Ray cluster that share it: RAY_ADDRESS, or this machine
+        part: i/n, the part of this process alone, such as 3/8 in an array of jobs
+    """
+
+    workers: int = 1
+    ray: int = 0
+    part: str | None = None
+
+    def __post_init__(self) -> None:
+        at_least(1, workers=self.workers)
+        at_least(0, ray=self.ray)
+        numbers = re.fullmatch(r"(\d+)/(\d+)", self.part or "1/1")
+        if not numbers or not 1 <= int(numbers[1]) <= int(numbers[2]):
+            raise ValueError(f"--part is i/n with i from 1 to n, such as 3/8, got {self.part!r}")
+
+    def own(self, items: Sequence[Item]) -> list[Item]:
+        """Return the items of this process: all of them, or every n-th from the i-th on."""
+        first, _, step = (self.part or "1/1").partition("/")
+        return list(items[int(first) - 1 :: int(step)])
 
 
 def config_of(command: str) -> type[CommandConfig] | None:
@@ -40,5 +69,5 @@ def config_of(command: str) -> type[CommandConfig] | None:
 def function_of(command: str) -> Any:
     """Return the function of a command that is not Lightning's."""
     config = config_of(command)
-    place = f"lightning_rob.commands.{command}.{config.part if config else ''}"
+    place = f"lightning_rob.commands.{command}.{config.module if config else ''}"
     return import_module(place.rstrip(".")).run

@@ -1,7 +1,11 @@
 """Evaluation of a defense under attacks, without Lightning."""
 
 from lightning_rob.attacks import Auto, NoAttack
-from lightning_rob.evaluation.corruptions import common_corruptions, corruption_errors
+from lightning_rob.evaluation.corruptions import (
+    common_corruptions,
+    corruption_errors,
+    corruption_table,
+)
 from lightning_rob.evaluation.evaluate import evaluate
 from lightning_rob.evaluation.evaluator import EvaluationSettings, Evaluator
 from lightning_rob.evaluation.groups import GROUP_SIZE, canonical_groups, group_loader, serves_once
@@ -24,6 +28,7 @@ __all__ = [
     "canonical_groups",
     "common_corruptions",
     "corruption_errors",
+    "corruption_table",
     "evaluate",
     "group_loader",
     "is_random",

@@ -1,7 +1,9 @@
 """Standard and adversarial training of one network, alone or behind random transforms."""
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -24,7 +26,7 @@ from lightning_rob.objectives import (
     classification_loss,
     expected_ce,
 )
-from lightning_rob.randomness import Generator
+from lightning_rob.randomness import Generator, derive_seed
 from lightning_rob.rules import expectation
 from lightning_rob.runtime.errors import at_least
 
@@ -39,7 +41,8 @@ class AdversarialTraining(RobustModule):
 
     Args:
         net: builds the network, [B, C, H, W] -> [B, K].
-        attack: makes the adversarial images; None is standard training.
+        attack: makes the adversarial images; None is standard training. Several, such as one for
+            each norm, train within the union of their balls.
         fraction: share of each batch that is attacked, its first images; the others stay clean.
         trades_beta: weight of the TRADES term (Zhang et al. 2019, eq. 5), whose attack, a PGD with
             random start, maximises the divergence; None trains by cross-entropy.
@@ -54,12 +57,15 @@ class AdversarialTraining(RobustModule):
         awp: radius gamma of adversarial weight perturbation (Wu et al. 2020), with any of the
             losses, as a share of each layer's norm: 0.005 in the paper. It costs one more forward
             and backward pass per batch.
+        union: what several attacks train on: "max", each image's adversarial image of the largest
+            criterion, or "avg", all of them (Tramèr and Boneh 2019); or "random", those of one
+            attack drawn for each batch, at the cost of one (E-AT, Croce and Hein 2022).
     """
 
     def __init__(
         self,
         net: Callable[[], nn.Module],
-        attack: Attack | None = None,
+        attack: Attack | Sequence[Attack] | None = None,
         fraction: float = 1.0,
         trades_beta: float | None = None,
         optimizer: OptimizerCallable = torch.optim.Adam,
@@ -70,6 +76,7 @@ class AdversarialTraining(RobustModule):
         weights: str | None = None,
         mart_beta: float | None = None,
         awp: float | None = None,
+        union: Literal["max", "avg", "random"] = "max",
     ) -> None:
         super().__init__(optimizer, lr_scheduler)
         if not 0 < fraction <= 1:
@@ -83,6 +90,10 @@ class AdversarialTraining(RobustModule):
             raise ValueError(f"TRADES needs a PGD attack with random_start and fraction 1, {given}")
         if mart_beta is not None and (fraction != 1 or attack is None):
             raise ValueError(f"MART needs an attack and fraction 1, {given}")
+        if isinstance(attack, Sequence) and not attack:
+            raise ValueError("attack must be an attack, several or None, got an empty list")
+        if union not in ("max", "avg", "random"):
+            raise ValueError(f"union must be 'max', 'avg' or 'random', got {union!r}")
         if awp is not None and not awp > 0:
             raise ValueError(f"awp must be a positive share such as 0.005, got {awp}")
         at_least(1, draws=draws)
@@ -91,7 +102,8 @@ class AdversarialTraining(RobustModule):
         if (trades_beta, mart_beta) != (None, None) and not isinstance(self.defense, Single):
             name = "MART" if trades_beta is None else "TRADES"
             raise ValueError(f"{name} is for a single network, got {type(self.defense).__name__}")
-        self.attack, self.fraction = attack, fraction
+        self.attack = tuple(attack) if isinstance(attack, Sequence) else attack
+        self.union, self.fraction = union, fraction
         self.trades_beta, self.mart_beta, self.awp = trades_beta, mart_beta, awp
         self.draws, self.criterion, self.weights = draws, criterion, weights
 
@@ -110,7 +122,10 @@ class AdversarialTraining(RobustModule):
             )
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        batch = (x, self._perturbed(x, y), y)
+        x_adv = self._perturbed(x, y)
+        if (copies := len(x_adv) // max(len(x), 1)) > 1:  # of "avg", one for each attack
+            x, y = torch.cat([x] * copies), torch.cat([y] * copies)
+        batch = (x, x_adv, y)
         if self.awp is None:
             return self._loss_on(*batch)
         return loss_at_perturbed_weights(self.defense, self._loss_on, batch, self.awp)
@@ -121,7 +136,15 @@ class AdversarialTraining(RobustModule):
         count = round(self.fraction * len(x))
         noise = self.noise and self.noise[torch.arange(count)]
         if self.trades_beta is None:
-            return torch.cat([self.attack(self.defense, x[:count], y[:count], noise), x[count:]])
+            attacks = self.attack if isinstance(self.attack, tuple) else (self.attack,)
+            if self.union == "random" and len(attacks) > 1:
+                seed = derive_seed(self.seed, self.current_epoch, self.global_step)
+                attacks = (random.Random(seed).choice(attacks),)
+            made = [
+                torch.cat([attack(self.defense, x[:count], y[:count], noise), x[count:]])
+                for attack in attacks
+            ]
+            return torch.cat(made) if self.union == "avg" else self._worst_of(made, y)
         assert is_pgd(self.attack)
         with attacking(self.defense) as defense, torch.no_grad():
             # The attack leaves the clean prediction constant; the loss moves both.
@@ -131,9 +154,23 @@ class AdversarialTraining(RobustModule):
         )
         return attack(clean, x, torch.zeros_like(y), noise)
 
+    def _worst_of(self, made: list[Tensor], y: Tensor) -> Tensor:
+        """Return each image [B, …] of the largest criterion."""
+        if len(made) == 1:
+            return made[0]
+        values = []
+        with attacking(self.defense) as defense, torch.no_grad():
+            for x_adv in made:
+                noise = self.noise and self.noise.fold_in(2)  # the same for all of them
+                values.append(self.criterion(*defense.sample_logits(x_adv, noise, self.draws), y))
+        strongest = torch.stack(values).argmax(0)
+        return torch.stack(made)[strongest, torch.arange(len(y), device=y.device)]
+
     def _loss_on(self, x: Tensor, x_adv: Tensor, y: Tensor) -> Tensor:
         if self.trades_beta is None and self.mart_beta is None:
             own_noise = self.noise and self.noise.fold_in(1)  # independent of the attack's draws
+            if own_noise and len(own_noise) < len(y):
+                own_noise = own_noise[torch.arange(len(y)) % len(own_noise)]
             logits, weights = self.defense.sample_logits(x_adv, own_noise, self.draws)
             check_labels(y, logits.shape[-1])
             return self.criterion(logits, weights, y).mean()

@@ -84,7 +84,7 @@ class FreeTraining(RobustModule):
 
     def on_after_backward(self) -> None:
         assert self._perturbed.grad is not None
-        step = self.threat.eps * self.threat.steepest(self._perturbed.grad.nan_to_num())
+        step = self.threat.eps * self.threat.direction(self._perturbed.grad.nan_to_num())
         unbounded = replace(self.threat, bounds=(-math.inf, math.inf))  # `loss` clamps the images
         delta = self.delta[: len(step)] + step
         delta = unbounded.clip(delta, delta)

@@ -31,7 +31,7 @@ from tests.counting import Counting
 
 pyautoattack = pytest.importorskip("pyautoattack")
 
-LINF, L2 = Threat("linf", "24/255"), Threat("l2", 0.5)
+LINF, L2, L1 = Threat("linf", "24/255"), Threat("l2", 0.5), Threat("l1", 1.0)
 FIRST = AutoAttack(LINF, "custom", ("apgd-ce",), reference=True)
 OWN = replace(FIRST, reference=False)
 ATTACKS = {
@@ -41,6 +41,7 @@ ATTACKS = {
     "apgd-t-fab-t": replace(FIRST, attacks=("apgd-t", "fab-t")),
     "fab-l2": replace(FIRST, threat=L2, attacks=("fab",)),
 }
+every_norm = pytest.mark.parametrize("threat", [LINF, L2, L1], ids=["linf", "l2", "l1"])
 every_attack = pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())
 
 
@@ -65,7 +66,7 @@ def seed(x, generator):
 
 def package(attack, defense, x, y, number):
     """The package by itself, on the network as an attack sees it."""
-    norm = {"linf": "Linf", "l2": "L2"}[attack.threat.norm]
+    norm = attack.threat.norm.capitalize()
     with attacking(defense) as defense, torch.random.fork_rng(devices=[]):
         suite = pyautoattack.AutoAttack(
             defense.net,
@@ -103,7 +104,7 @@ def test_is_the_package(attack, single):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", ["standard", "plus", "rand"])
-@pytest.mark.parametrize("threat", [LINF, L2], ids=["linf", "l2"])
+@every_norm
 def test_version_is_the_package(version, threat, single):
     x, y = images(60, seed=1)
     attack = AutoAttack(threat, version, reference=True)
@@ -113,7 +114,7 @@ def test_version_is_the_package(version, threat, single):
 
 
 @pytest.mark.parametrize("name", CLASSES)
-@pytest.mark.parametrize("threat", [LINF, L2], ids=["linf", "l2"])
+@every_norm
 def test_each_stage_is_as_strong_as_that_of_the_package(threat, name, single):
     """On 100 images, where a part is fooled. Of one run, its random start decides several."""
     x, y = images(100, seed=1)
@@ -132,7 +133,7 @@ def test_each_stage_is_as_strong_as_that_of_the_package(threat, name, single):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", ["standard", "plus"])
-@pytest.mark.parametrize("threat", [LINF, L2], ids=["linf", "l2"])
+@every_norm
 def test_a_version_is_as_strong_as_that_of_the_package(version, threat, single):
     x, y = images(200, seed=1)
     attack = AutoAttack(Threat(threat.norm, 0.7 * threat.eps), version)
@@ -148,6 +149,13 @@ def test_versions_have_the_settings_of_the_paper():
     assert plus[:3] == [APGD(LINF, restarts=5), dlr, FAB(LINF, targets=0, restarts=5)]
     assert plus[3:] == [Square(LINF), APGD(LINF, targets=9), FAB(LINF)]
     assert rand == [APGD(LINF, draws=20), APGD(LINF, objective=expected_dlr, draws=20)]
+    assert AutoAttack(L1).stages(10) == [
+        APGD(L1, restarts=5),
+        APGD(L1, targets=5),
+        FAB(L1),
+        Square(L1),
+    ]
+    assert AutoAttack(L1, "plus").stages(10)[4] == APGD(L1, targets=9)
 
 
 @pytest.mark.parametrize("name", ["apgd-ce", "fab", "fab-t"])

@@ -96,7 +96,7 @@ from tests.attacks.common import (
     trained_transforms,
 )
 
-LINF, L2 = Threat("linf", "32/255"), Threat("l2", 0.7)
+LINF, L2, L1 = Threat("linf", "32/255"), Threat("l2", 0.7), Threat("l1", 3.5)
 STEPS = PGD(LINF, 5, "8/255")
 FIXED = replace(STEPS, random_start=False)
 
@@ -110,6 +110,7 @@ def sign_step(model, x, y):
 ENTRIES = {
     "pgd": (STEPS, "ensemble"),
     "pgd-l2": (PGD(L2, 3, 0.25, linear, 2, 2, keep_best=True, momentum=(0, 0.9)), "random"),
+    "pgd-l1": (PGD(L1, 10, 1.0), "ensemble"),
     "arc": (ARC(LINF, 3, LINF.eps), "ensemble"),
     "arc-l2": (ARC(L2, 3, 0.4, neighbours=1, random_start=True, early_stop=True), "ensemble"),
     "climb": (LatticeClimber(LINF, 4, LINF.eps / 4), "ensemble"),
@@ -120,8 +121,10 @@ ENTRIES = {
     "deepfool-l2": (DeepFool(L2, 20, candidates=1, overshoot=0.1, draws=2), "random"),
     "apgd": (APGD(LINF, 10), "ensemble"),
     "apgd-l2": (APGD(L2, 5, targets=2, restarts=2, draws=2), "random"),
+    "apgd-l1": (APGD(L1, 10), "ensemble"),
     "fab": (FAB(LINF, 5, 2), "ensemble"),
     "fab-l2": (FAB(L2, 5, 0, 2), "ensemble"),
+    "fab-l1": (FAB(L1, 5, 2), "ensemble"),
     "pdgd": (PDGD(LINF, 40), "ensemble"),
     "ddn": (DDN(L2, 40), "ensemble"),
     "pdgd-l2": (PDGD(L2, 40, objective=linear), "ensemble"),
@@ -129,6 +132,7 @@ ENTRIES = {
     "minimal-norm-l2": (MinimalNorm(APGD(L2, 5, restarts=2), 3), "transformed"),
     "square": (Square(LINF, 200), "ensemble"),
     "square-l2": (Square(L2, 150), "ensemble"),
+    "square-l1": (Square(L1, 150), "ensemble"),
     "autoattack": (AutoAttack(LINF, "custom", ("apgd-ce", "square"), queries=10), "ensemble"),
     "reference": (AutoAttack(LINF, "custom", ("apgd-ce",), reference=True), "ensemble"),
     "foreign": (Foreign(LINF, sign_step), "ensemble"),
@@ -187,6 +191,7 @@ def entries(*names, where=lambda attack: True):
 
 # each has a loop of its own
 FAMILIES = ("pgd", "apgd", "arc", "climb", "cw", "deepfool", "fab", "pdgd", "square")
+IN_L1 = ("apgd-l1", "fab-l1", "square-l1", "pgd-l1")
 IN_L2 = ("apgd-l2", "fab-l2", "square-l2", "deepfool-l2", "arc-l2", "pgd-l2")
 OWN_CHECKS = (*FAMILIES, "minimal-norm", "autoattack", "reference", "targeted", "high-confidence")
 
@@ -333,7 +338,7 @@ def of_radius(attack, eps):
     )
 
 
-@entries(*FAMILIES, *IN_L2, "taa-target", "high-confidence", "8-bit")
+@entries(*FAMILIES, *IN_L1, *IN_L2, "taa-target", "high-confidence", "8-bit")
 def test_no_radius_no_change(attack, defense):
     x, y = images(5, seed=8)
     x = (x * 255).round() / 255
@@ -354,7 +359,7 @@ def test_without_limits_nothing_is_left(attack, defense):
     assert accuracy(defense, x_adv, y) == 0
 
 
-@entries(*FAMILIES, *IN_L2)
+@entries(*FAMILIES, *IN_L1, *IN_L2)
 def test_stays_inside_other_bounds(attack, defense):
     """Bounds whose differences are not exact in single precision."""
     x, y = images(16, seed=5)
@@ -713,8 +718,8 @@ def test_counts_lengths_and_norms_are_checked_as_an_attack_is_built(name):
                     replace(attack, **{name: value})
     own = APGD | ARC | AutoAttack | CW | DDN | DeepFool | FAB | LatticeClimber | PDGD | Square
     if isinstance(attack, own):
-        kind = type(attack).__name__
-        with pytest.raises(ValueError, match=rf"{kind} is for (linf and )?l2, not for norm 3"):
+        norms = f"{type(attack).__name__} is for (linf and )?l2( and l1)?"
+        with pytest.raises(ValueError, match=f"{norms}, not for norm 3"):
             replace(attack, threat=Threat(3))
 
 
@@ -764,7 +769,7 @@ def test_defenses_and_norms_that_an_attack_cannot_take(pair):
     x, y = images(2)
     with pytest.raises(TypeError, match=r"Noisy is not a fixed set of classifiers.*PGD"):
         ARC(LINF, 3, LINF.eps)(Noisy(pair.members[0]), x, y)
-    with pytest.raises(ValueError, match="projection is for linf and l2, not for norm 3"):
+    with pytest.raises(ValueError, match="projection is for linf, l2 and l1, not for norm 3"):
         PGD(Threat(3, 0.1), 2, 0.1)(pair, x, y, seeded())
 
 

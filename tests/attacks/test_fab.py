@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from scipy.optimize import linprog
 
 from lightning_rob.attacks import FAB, attacking
 from lightning_rob.attacks.fab import to_hyperplane
@@ -10,7 +11,9 @@ from lightning_rob.threat import Threat
 from tests.attacks.common import Recording, images, seeded, trained_net
 
 LINF, L2 = Threat("linf", "24/255"), Threat("l2", 0.5)
+L1 = Threat("l1", 0.8)
 both_norms = pytest.mark.parametrize("threat", [LINF, L2], ids=["linf", "l2"])
+every_norm = pytest.mark.parametrize("threat", [LINF, L2, L1], ids=["linf", "l2", "l1"])
 
 
 @both_norms
@@ -34,7 +37,25 @@ def test_projection_is_the_shortest_of_the_box(threat):
         assert (d[row] * gap[row] * w[row] <= 0).all()
 
 
-@both_norms
+def test_projection_in_l1_is_that_of_a_linear_program():
+    x = torch.rand((40, 8), generator=seeded(), dtype=torch.float64)
+    w = torch.randn((40, 8), generator=seeded(1), dtype=torch.float64)
+    w[:, 3], x[:, 4], x[:, 5] = 0, 0, 1
+    gap = torch.randn(40, generator=seeded(2), dtype=torch.float64)
+    found, solved = to_hyperplane(x, w, gap, L1), 0
+    assert ((x + found >= -1e-12) & (x + found <= 1 + 1e-12)).all()
+    for row in range(40):
+        bounds = [(0, 1 - float(v)) for v in x[row]] + [(0, float(v)) for v in x[row]]
+        weights = torch.cat([w[row], -w[row]])[None].numpy()  # of moves up, and of moves down
+        best = linprog([1.0] * 16, A_eq=weights, b_eq=[-float(gap[row])], bounds=bounds)
+        if best.status == 0:
+            solved += 1
+            assert float(found[row].abs().sum()) == pytest.approx(best.fun, abs=1e-9)
+            assert float((w[row] * found[row]).sum()) == pytest.approx(-float(gap[row]), abs=1e-9)
+    assert 20 < solved < 40
+
+
+@every_norm
 @pytest.mark.parametrize("size", [1e-25, 1.0, 1e25])
 def test_projection_does_not_depend_on_the_normals_length(threat, size):
     x, w = torch.rand((20, 12), generator=seeded()), torch.randn((20, 12), generator=seeded(1))
@@ -43,7 +64,7 @@ def test_projection_does_not_depend_on_the_normals_length(threat, size):
     torch.testing.assert_close(d, to_hyperplane(x, w, gap, threat), rtol=1e-4, atol=1e-5)
 
 
-@both_norms
+@every_norm
 def test_projection_is_that_of_the_package(threat):
     projections = pytest.importorskip("pyautoattack.fab_projections")
     theirs = getattr(projections, f"projection_{threat.norm}")
@@ -55,7 +76,7 @@ def test_projection_is_that_of_the_package(threat):
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 
 
-@both_norms
+@every_norm
 @pytest.mark.parametrize("targets", [0, 1])
 def test_iterates_are_those_of_the_package(threat, targets, double, monkeypatch):
     """Image by image, from the image, until it is misclassified within the ball."""
@@ -66,7 +87,7 @@ def test_iterates_are_those_of_the_package(threat, targets, double, monkeypatch)
     for i in range(len(x)):
         one, recording, reference = x[i : i + 1], Recording(net), Recording(net)
         x_adv = FAB(threat, 25, targets)(Single(recording), one, y[i : i + 1], seeded())
-        norm = {"linf": "Linf", "l2": "L2"}[threat.norm]
+        norm = threat.norm.capitalize()
         fab = package.FABAttack_PT(reference, norm=norm, n_iter=25, eps=threat.eps, device="cpu")
         fab.target_class = 2
         with attacking(Single(net)):

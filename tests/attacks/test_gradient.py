@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_rob.attacks import APGD, PGD, attacking, draw_gradients
+from lightning_rob import plots
+from lightning_rob.attacks import APGD, PGD, Square, attacking, draw_gradients, trace
 from lightning_rob.attacks.active_set import ActiveBatch, positions
 from lightning_rob.attacks.gradient import ObjectiveGradient
 from lightning_rob.defenses import Ensemble, Mixture, Single
@@ -169,3 +170,38 @@ def test_huge_logits_have_a_gradient(kind, norm, objective):
     assert sure.sum() > 35
     assert torch.equal((net(x_adv).argmax(1) != y)[sure], (distance < threat.eps)[sure])
     assert len(counted.seen) == 60 if kind is PGD else 62  # one pass a step, as everywhere
+
+
+@pytest.mark.parametrize("norm", ["linf", "l1"])
+def test_a_trace_is_of_the_iterates_by_hand(norm):
+    """The attack's images stay bit for bit; each step's loss, margin and norm are the network's."""
+    net, (x, y) = trained_net(1).eval(), images(3, seed=1)
+    attack = PGD(Threat(norm, 0.3), 6, 0.1)
+    noise = Streams.from_index(torch.arange(3), 5)
+    recording = Recording(net)
+    alone = [attack(Single(recording), x[[i]], y[[i]], noise[torch.tensor([i])]) for i in range(3)]
+    seen = torch.cat(recording.seen)
+    found = trace(attack, Single(net), x, y, noise)
+    assert torch.equal(found.x_adv, torch.cat(alone))
+    assert found.loss.shape == found.margin.shape == found.gradient_norm.shape == (3, 6)
+    logits, labels = net(seen.requires_grad_()), y.repeat_interleave(6)
+    loss = F.cross_entropy(logits, labels, reduction="none")
+    (gradient,) = torch.autograd.grad(loss.sum(), seen)
+    wrong = logits.scatter(1, labels[:, None], -torch.inf).amax(1)
+    margin = logits.gather(1, labels[:, None])[:, 0] - wrong
+    expected = (loss, margin, gradient.flatten(1).norm(dim=1))
+    for ours, theirs in zip((found.loss, found.margin, found.gradient_norm), expected, strict=True):
+        torch.testing.assert_close(ours.flatten(), theirs, rtol=1e-3, atol=1e-5)
+    lines = [axes.get_lines() for axes in plots.trace(found).axes]
+    assert [len(drawn) for drawn in lines] == [3, 4, 3]  # and the margin's zero
+    assert torch.equal(torch.as_tensor(lines[0][1].get_ydata()), found.loss[1])
+
+
+def test_a_trace_ends_where_an_image_leaves_and_needs_gradients():
+    net, (x, y) = trained_net(1).eval(), images(12, seed=1)
+    defense = Ensemble([net, trained_net(2)], rule=mean_probs)
+    found = trace(APGD(Threat("linf", 0.1), 20), defense, x, y, Streams.from_index(y))
+    lengths = found.loss.isfinite().sum(1)
+    assert lengths.min() < lengths.max() == found.loss.shape[1] == 22
+    with pytest.raises(ValueError, match="Square asked for no gradient of an objective on 12"):
+        trace(Square(Threat("linf", 0.1), 5), defense, x, y)

@@ -12,14 +12,14 @@ from lightning_rob.threat import Threat
 from tests.attacks.common import assert_inside, images, right, seeded, trained_net
 from tests.counting import Counting
 
-LINF, L2 = Threat("linf", "24/255"), Threat("l2", 0.7)
-both_norms = pytest.mark.parametrize("threat", [LINF, L2], ids=["linf", "l2"])
+LINF, L2, L1 = Threat("linf", "24/255"), Threat("l2", 0.7), Threat("l1", 3.5)
+every_norm = pytest.mark.parametrize("threat", [LINF, L2, L1], ids=["linf", "l2", "l1"])
 
 
 def package_of(threat, queries, number=0):
     """The authors' code, with windows in the last row and column too, as in the paper."""
     square = pytest.importorskip("pyautoattack.square")
-    norm = {"linf": "Linf", "l2": "L2"}[threat.norm]
+    norm = threat.norm.capitalize()
     options = {"norm": norm, "n_queries": queries, "eps": threat.eps, "seed": number}
 
     class OfThePaper(square.SquareAttack):
@@ -30,11 +30,12 @@ def package_of(threat, queries, number=0):
 
 
 @pytest.mark.parametrize("side", [1, 3, 4, 5, 9])
-def test_pyramids_are_those_of_the_package(side):
-    attack = package_of(L2, 1)(None)
+@pytest.mark.parametrize("threat", [L2, L1], ids=["l2", "l1"])
+def test_pyramids_are_those_of_the_package(threat, side):
+    attack = package_of(threat, 1)(None)
     attack.device = "cpu"
     theirs = attack.eta(side)  # turned or not
-    ours = pyramids(side)
+    ours = pyramids(side, threat.p)
     assert torch.allclose(ours, theirs, atol=1e-6) or torch.allclose(ours.T, theirs, atol=1e-6)
 
 
@@ -46,7 +47,7 @@ def test_schedule_is_that_of_the_package():
         assert attack.p_selection(query) == pytest.approx(expected)
 
 
-@both_norms
+@every_norm
 def test_windows_reach_every_pixel(threat):
     """Uniformly placed, the last row and column included, where no pixel counts more."""
     x, small = torch.full((200, 1, 6, 6), 0.5), Threat(threat.norm, 1e-3)
@@ -63,7 +64,7 @@ def test_windows_reach_every_pixel(threat):
 
 
 @pytest.mark.parametrize("size", [(3, 5, 5), (1, 12, 9), (2, 4, 3), (3, 1, 1)])
-@both_norms
+@every_norm
 def test_images_of_any_size(threat, size):
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(torch.Size(size).numel(), 4))
     x = torch.rand((9, *size), generator=seeded())
@@ -73,7 +74,7 @@ def test_images_of_any_size(threat, size):
     assert (threat.distance(x_adv, x) > 0).all()
 
 
-@both_norms
+@every_norm
 def test_a_kept_change_lowers_the_margin(threat):
     """More queries are never weaker, image by image, and finished images cost no pass."""
     net, (x, y) = Counting(trained_net(1)).eval(), images(60, seed=2)
@@ -97,7 +98,7 @@ def test_a_change_that_is_none_costs_no_pass():
 
 
 @pytest.mark.slow
-@both_norms
+@every_norm
 def test_success_by_queries_is_that_of_the_package(threat):
     """600 images: after each number of queries the shares agree within three standard errors."""
     net, (x, y) = trained_net(1).eval(), images(700, seed=5)
@@ -115,7 +116,7 @@ def test_success_by_queries_is_that_of_the_package(threat):
         assert abs(ours - theirs) < 3 * error, f"{queries}: {ours:.3f}, {theirs:.3f}"
 
 
-@both_norms
+@every_norm
 def test_no_gradient_is_needed(threat):
     """A network of steps, where PGD sees a gradient of zero."""
     net, (x, y) = trained_net(1).eval(), images(60, seed=6)

@@ -6,7 +6,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_rob import PGD, CorruptionEval, RobustEval, Threat, evaluate
-from lightning_rob.evaluation import common_corruptions, corruption_errors
+from lightning_rob.attacks import CommonCorruption
+from lightning_rob.defenses import Single
+from lightning_rob.evaluation import common_corruptions, corruption_errors, corruption_table
 from lightning_rob.metrics import corruption_error
 from lightning_rob.modules import AdversarialTraining
 from tests.tiny import quiet_trainer
@@ -65,6 +67,29 @@ def test_a_script_has_the_same_figures(package):
     errors = corruption_errors(result, names, severities)
     assert logged["test/corruption/error"] == pytest.approx(corruption_error(errors))
     assert "test/corruption/mce" not in logged
+
+
+def test_one_table_of_corruption_severity_and_attack(package, capsys):
+    """The attack starts at the corrupted image, and its ball is around that."""
+    names, severities, step = ["darker"], [2, 5], PGD(Threat("linf", 0.1), 1, 0.1)
+    attacks = common_corruptions(names, severities, {"pgd": step})
+    assert list(attacks) == ["darker_2", "darker_5", "darker_2_pgd", "darker_5_pgd"]
+    noise = torch.Generator().manual_seed(0)
+    found = attacks["darker_5_pgd"](Single(Mean()), X, Y, noise)
+    dark = attacks["darker_5"](Single(Mean()), X, Y)
+    assert 0 < (found - dark).abs().max() <= 0.1 + 1e-6 < (found - X).abs().max()
+    result = evaluate(Mean(), attacks, [(X, Y)], progress=False)
+    shown = corruption_table(result, names, severities, ["pgd"])
+    cells = [list(column.cells) for column in shown.columns]
+    names_by_column = [["darker_2", "darker_2_pgd"], ["darker_5", "darker_5_pgd"]]
+    under = [[f"{100 * result.accuracy(n):.1f}" for n in column] for column in names_by_column]
+    assert cells == [["darker", "darker"], ["", "pgd"], *under]
+    assert result.accuracy("darker_2_pgd") < result.accuracy("darker_2")
+    logged = logged_by(CorruptionEval(names, severities, attacks={"pgd": step}))
+    assert logged["test/robust/darker_5_pgd"] == pytest.approx(result.accuracy("darker_5_pgd"))
+    assert "Accuracy by severity" in capsys.readouterr().out
+    assert attacks["darker_2_pgd"].knowledge.endswith(f"then {step.knowledge}")
+    assert isinstance(attacks["darker_2"], CommonCorruption)
 
 
 @pytest.mark.parametrize(

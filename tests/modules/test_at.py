@@ -66,6 +66,59 @@ def test_the_attack_of_trades_climbs_the_divergence():
     torch.testing.assert_close(module._perturbed(x, y), expected)
 
 
+class Shift(Spy):
+    """Shift images by a value, and record its calls."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.value = value
+
+    def perturb(self, defense, x, y, generator):
+        super().perturb(defense, x, y, generator)
+        return (x + self.value).clamp(0, 1)
+
+
+def test_the_union_of_several_attacks_by_hand():
+    """Tramèr and Boneh 2019: the largest loss of each image in eval mode, or the mean of all."""
+    shifts, (x, y) = [Shift(-0.3), Shift(0.0), Shift(0.3)], batch()
+    made = [(x + shift.value).clamp(0, 1) for shift in shifts]
+    largest = AdversarialTraining(TinyNet, shifts).train()
+    net = copy.deepcopy(largest.defense.net).eval()
+    losses = torch.stack([F.cross_entropy(net(z), y, reduction="none") for z in made])
+    chosen = losses.argmax(0)
+    assert len(chosen.unique()) > 1
+    expected = torch.stack([made[a][i] for i, a in enumerate(chosen)])
+    assert torch.equal(largest._perturbed(x, y), expected)
+    mean = AdversarialTraining(TinyNet, shifts, union="avg").eval()
+    mean.defense.net.load_state_dict(net.state_dict())
+    torch.testing.assert_close(mean.loss(x, y), losses.mean())
+    assert [len(shift.calls) for shift in shifts] == [2, 2, 2]
+
+
+def test_a_random_attack_for_each_batch():
+    """E-AT: one of them, as often as the others, and the same in a run of the same seed."""
+    trails = []
+    for _ in range(2):
+        shifts = [Shift(-0.3), Shift(0.3)]
+        module = AdversarialTraining(TinyNet, shifts, union="random")
+        quiet_trainer(max_epochs=1, limit_val_batches=0).fit(module, Blobs(992))
+        trails.append([len(shift.calls) for shift in shifts])
+        assert module.attack == tuple(shifts)
+    assert sum(trails[0]) == 60 and 15 < trails[0][0] < 45
+    assert trails[0] == trails[1]
+
+
+def test_several_attacks_on_a_random_defense_share_its_images_draws():
+    defense = partial(RandomTransforms, transforms=[GaussianNoise(alpha=0.2)], size=1, draws=2)
+    losses = []
+    for attacks in ([Shift(0.1)], [Shift(0.1), Shift(0.1)]):
+        torch.manual_seed(0)
+        module = AdversarialTraining(TinyNet, attacks, union="avg", defense=defense).eval()
+        module.noise = Streams.from_index(torch.arange(8), 1)
+        losses.append(module.loss(*batch()))
+    torch.testing.assert_close(*losses)
+
+
 def mart(net, x, x_adv, y, beta):
     """Wang et al. 2020, eq. 11, image by image."""
     total = 0

@@ -42,7 +42,7 @@ class BpdaConfig(CommandConfig):
 
     positional: ClassVar[str] = ""
     usage: ClassVar[str] = "--data CLASS --out FOLDER [--data.NAME=VALUE] [options]"
-    part: ClassVar[str] = "training"
+    module: ClassVar[str] = "training"
 
     out: Path | None = None
     transforms: Mapping[str, Any] | str = "all"

@@ -32,7 +32,7 @@ class CompareConfig(CommandConfig):
     positional: ClassVar[str] = "records"
     reads_records: ClassVar[bool] = True
     usage: ClassVar[str] = "RECORD [RECORD] [options]"
-    part: ClassVar[str] = "records"
+    module: ClassVar[str] = "records"
 
     records: tuple[Path, ...] = ()
     pairs: str | None = None

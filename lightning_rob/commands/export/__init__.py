@@ -41,7 +41,7 @@ class ExportConfig(CommandConfig):
     """
 
     usage: ClassVar[str] = "CHECKPOINT --out FILE [options of test]"
-    part: ClassVar[str] = "program"
+    module: ClassVar[str] = "program"
 
     out: Path | None = None
     images: int = 64

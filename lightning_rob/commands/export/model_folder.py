@@ -1,20 +1,29 @@
 """A trained module as a folder, as the Hugging Face hub holds it: weights, recipe, model card."""
 
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
 from safetensors.torch import save
 from torch import Tensor
 
 from lightning_rob.callbacks.loggers import run_folder
 from lightning_rob.commands.base import Run
 from lightning_rob.commands.checkpoints import RECIPE, SAVED, read_checkpoint
-from lightning_rob.commands.report.blocks import Block, Heading, Paragraph, markdown, table
+from lightning_rob.commands.report.blocks import (
+    WHOLE,
+    Block,
+    Heading,
+    Paragraph,
+    markdown,
+    table,
+)
 from lightning_rob.commands.report.runs import AttackResult, Evaluations, attack_result, records_in
-from lightning_rob.commands.report.sections import accuracy_table, attack_table, evaluation
+from lightning_rob.commands.report.sections import accuracy_table, attack_table, evaluation, threats
 from lightning_rob.commands.specs import class_name, short
 from lightning_rob.evaluation.records import versions
 from lightning_rob.nets.hub import CONFIG, ENTRY, WEIGHTS
@@ -23,13 +32,6 @@ from lightning_rob.runtime.files import atomic_write, atomic_write_text
 from lightning_rob.runtime.identity import fingerprint
 
 RECORDS = "robust.jsonl"
-FRONT = """---
-library_name: lightning-rob
-pipeline_tag: image-classification
-tags:
-- adversarial-robustness
----
-"""
 USE = """```python
 import lightning_rob
 
@@ -107,8 +109,9 @@ def model_card(run: Run) -> str:
     if "net" in options:
         training += f", network {short(options['net'])}"
     rule = getattr(defense.rule, "__name__", repr(defense.rule))
+    title = f"{getattr(run.model, 'method', method)} on {data}"
     before: list[Block] = [
-        Heading(1, f"{getattr(run.model, 'method', method)} on {data}"),
+        Heading(1, title),
         Paragraph(
             f"{type(defense).__name__}, rule {rule}, draws {len(defense.weights)}; trained by "
             f"{training}. Images lie in [0, 1]; the networks normalize inside."
@@ -144,7 +147,31 @@ def model_card(run: Run) -> str:
         Paragraph(f"Trained on {data}."),
         table("Written with", ["package", "version"], list(versions().items())),
     ]
-    return FRONT + "\n" + "\n\n".join([markdown(before), use, markdown(after)]) + "\n"
+    page = "\n\n".join([markdown(before), use, markdown(after)])
+    return f"---\n{metadata(title, found)}---\n\n{page}\n"
+
+
+def metadata(title: str, found: Iterable[tuple[str, list[AttackResult]]]) -> str:
+    """Return the head of a card as the hub reads it, with the accuracies as its `model-index`."""
+    about: dict[str, Any] = {
+        "library_name": "lightning-rob",
+        "pipeline_tag": "image-classification",
+        "tags": ["adversarial-robustness"],
+    }
+    task, results = {"type": about["pipeline_tag"]}, []
+    for images, rows in found:
+        metrics = []
+        for row in rows:
+            within = ", ".join([row.name, *threats(row, rows)])
+            name = "accuracy" if row.name == "clean" else f"robust accuracy ({within})"
+            if row.target == WHOLE and math.isfinite(row.accuracy):
+                value = round(row.accuracy, 4)
+                metrics.append({"type": "accuracy", "name": name, "value": value})
+        data = {"name": images, "type": images.partition(",")[0].lower()}
+        results.append({"task": task, "dataset": data, "metrics": metrics})
+    if results:
+        about["model-index"] = [{"name": title, "results": results}]
+    return yaml.safe_dump(about, sort_keys=False)
 
 
 def recorded(weights: str, logs: Iterable[Path]) -> list[tuple[str, list[AttackResult]]]:

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from lightning_rob.commands.config import CommandConfig, at_least
+from lightning_rob.commands.config import SpreadConfig, at_least
 
 
 @dataclass(frozen=True)
-class LeaderboardConfig(CommandConfig):
+class LeaderboardConfig(SpreadConfig):
     """Rank defenses that were attacked under one protocol, random and adapting ones too.
 
     A leaderboard is a folder: protocol.yaml says data, radii, images and attacks, and each
@@ -27,17 +27,21 @@ class LeaderboardConfig(CommandConfig):
         folder: the leaderboard
         evaluate: attack the submissions without scores, and write their scores.json
         check: attack this many images of each submission again, and compare
+        workers: processes on this machine that share the submissions
+        ray: workers of a Ray cluster that share them: RAY_ADDRESS, or this machine
+        part: i/n, the submissions of this process alone, such as 3/8 in an array of jobs
     """
 
     positional: ClassVar[str] = "folder"
     usage: ClassVar[str] = "FOLDER [options]"
-    part: ClassVar[str] = "board"
+    module: ClassVar[str] = "board"
 
     folder: Path | None = None
     evaluate: bool = False
     check: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.folder is None:
             raise ValueError("leaderboard takes one folder: lightning-rob leaderboard FOLDER")
         at_least(0, check=self.check)

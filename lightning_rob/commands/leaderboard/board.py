@@ -84,7 +84,7 @@ def run(
     batches = some_of(
         batches, index[torch.randperm(len(index), generator=noise)[: protocol.images]]
     )
-    for one in found:
+    for one in config.own(found):
         try:
             defense = load(one.model)
             if config.evaluate and not one.scores:
@@ -95,6 +95,8 @@ def run(
             one.reasons.append(f"{type(error).__name__}: {visible(str(error))}")
         for reason in one.reasons:
             print(f"{one.folder.name}: {reason}", flush=True)
+    if config.part is not None:
+        return
     ranked = {norm: rows(found, norm) for norm in protocol.radii}
     blocks = [*page(protocol, ranked, found)]
     whole = TEMPLATES.get_template("sortable.html")

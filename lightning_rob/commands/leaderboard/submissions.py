@@ -15,7 +15,7 @@ from lightning_rob.attacks import Attack, Auto
 from lightning_rob.certify import certify
 from lightning_rob.defenses import Defense
 from lightning_rob.evaluation import EvaluationResult, evaluate
-from lightning_rob.evaluation.records import versions
+from lightning_rob.evaluation.records import versions, with_schema
 from lightning_rob.evaluation.suites import suite_for
 from lightning_rob.evaluation.worst import WORST
 from lightning_rob.metrics import paired
@@ -109,8 +109,8 @@ class Submission:
                 progress=False,
             )
             scores["certified"] = found.certified(protocol.radii["l2"])
-        self.scores = scores
-        atomic_write_text(self.folder / SCORES, json.dumps(scores) + "\n")
+        self.scores = with_schema(scores)
+        atomic_write_text(self.folder / SCORES, json.dumps(self.scores, allow_nan=False) + "\n")
 
     def _within(
         self, defense: Defense, protocol: Protocol, threat: Threat, batches: Batches

@@ -47,7 +47,7 @@ class MonitorConfig(CommandConfig):
 
     positional: ClassVar[str] = "run"
     usage: ClassVar[str] = "RUN [options of test]"
-    part: ClassVar[str] = "loop"
+    module: ClassVar[str] = "loop"
 
     run: str | Path | None = None
     suite: list[str] | None = None

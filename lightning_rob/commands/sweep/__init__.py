@@ -5,7 +5,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import ClassVar
 
-from lightning_rob.commands.config import CommandConfig
+from lightning_rob.commands.config import SpreadConfig
 
 OF_DEFENSE = ("probability", "members")
 SWEPT = (*OF_DEFENSE, "eps", "steps", "neighbours")
@@ -64,7 +64,7 @@ def _numbers(part: str) -> list[Fraction]:
 
 
 @dataclass(frozen=True)
-class SweepConfig(CommandConfig):
+class SweepConfig(SpreadConfig):
     r"""Attack a checkpoint value by value of a variable: one table, figure and record.
 
     The variable is the sampling probability of the first member, the number of members,
@@ -88,10 +88,13 @@ class SweepConfig(CommandConfig):
         best: the attack under which to find the best value for the defense; over steps or
             neighbours the value at which that attack is strongest
         out: for sweep.jsonl, .md and .png; else sweeps/CHECKPOINT_FINGERPRINT_VARIABLE
+        workers: processes on this machine that share the values
+        ray: workers of a Ray cluster that share them: RAY_ADDRESS, or this machine
+        part: i/n, the values of this process alone, such as 3/8 in an array of jobs
     """
 
     usage: ClassVar[str] = "CHECKPOINT --over VARIABLE --values LIST [options of test]"
-    part: ClassVar[str] = "study"
+    module: ClassVar[str] = "study"
 
     over: str | None = None
     values: str | float = ""
@@ -99,6 +102,7 @@ class SweepConfig(CommandConfig):
     out: Path | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.over not in SWEPT:
             raise ValueError(f"--over must be one of {', '.join(SWEPT)}, got {self.over}")
         if self.best and self.over == "eps":

@@ -42,8 +42,8 @@ def run(config: SweepConfig, run: Run) -> None:
             callback.setup(run.trainer, run.model, "test")  # renames clashing attacks
         plan = measurement_plan(config, callbacks, run)
         sweep = Sweep(config, run, others, ResultCache(folder))
-        table = sweep.measure(plan)
-    if run.trainer.is_global_zero:
+        table = sweep.measure(config.own(plan))
+    if run.trainer.is_global_zero and config.part is None:
         facts = {
             "command": run.command,
             "date": datetime.now().astimezone().isoformat(" ", "minutes"),

@@ -32,7 +32,7 @@ class TuneConfig(CommandConfig):
 
     positional: ClassVar[str] = ""
     usage: ClassVar[str] = "--config RECIPE --space FILE [options of fit]"
-    part: ClassVar[str] = "search"
+    module: ClassVar[str] = "search"
 
     space: Path | None = None
     trials: int | None = None

@@ -1,0 +1,117 @@
+"""`lightning-rob fit --seeds`: one training a seed, and the mean over them with its interval."""
+
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from statistics import fmean
+from typing import ClassVar
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_rob.cli.options import build_parser, join_values, option_types
+from lightning_rob.commands.config import SpreadConfig
+from lightning_rob.commands.report.runs import AttackResult, find_runs
+from lightning_rob.runtime.errors import Fault, InputError, visible
+from lightning_rob.runtime.files import atomic_write_text
+from lightning_rob.runtime.spread import spread
+
+
+@dataclass(frozen=True)
+class SeedsConfig(SpreadConfig):
+    """Train a recipe once for each seed, test it, and give mean and interval over the seeds.
+
+    Args:
+        seeds: such as 0..4 or 0,3,7
+        workers: trainings side by side on this machine
+        ray: trainings side by side on a Ray cluster: RAY_ADDRESS, or this machine
+        part: i/n, the part of this process alone, such as 3/8 in an array of jobs
+    """
+
+    positional: ClassVar[str] = ""
+    usage: ClassVar[str] = "--seeds LIST [options of fit]"
+
+    seeds: str | int = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(set(self.numbers)) < 2:
+            raise ValueError(f"--seeds takes two seeds or more, such as 0..4, got {self.seeds!r}")
+
+    @property
+    def numbers(self) -> list[int]:
+        """The seeds."""
+        try:
+            parts = [[int(n) for n in part.split("..")] for part in str(self.seeds).split(",")]
+            return [seed for part in parts for seed in range(part[0], part[-1] + 1)]
+        except ValueError:
+            raise ValueError(f"--seeds are such as 0..4 or 0,3,7, got {self.seeds!r}") from None
+
+
+def fit_seeds(args: Sequence[str]) -> None:
+    """Run `fit` with its test once for each seed that has no test yet; print the means."""
+    joined = join_values(args, option_types(SeedsConfig))
+    names = {one.name for one in fields(SeedsConfig)}
+    own = [arg for arg in joined if arg.removeprefix("--").partition("=")[0] in names]
+    rest = [arg for arg in joined if arg not in own]
+    if taken := [arg for arg in rest if arg.startswith(("--seed_everything", "--trainer.logger"))]:
+        raise InputError(f"--seeds sets seeds and folders: leave out {taken[0]}")
+    parsed = build_parser("fit", SeedsConfig).parse_args(own)
+    config = SeedsConfig(**{name: parsed[name] for name in names})
+    recipes = [
+        Path(arg.partition("=")[2]).stem for arg in rest if arg.startswith(("--config", "-c"))
+    ]
+    # Other options are another experiment: its trainings must not count as done.
+    digest = hashlib.sha256(json.dumps(rest).encode()).hexdigest()[:8]
+    folder = Path("logs") / "_".join([*recipes, "seeds", digest])
+    if count := config.ray or (config.workers if config.workers > 1 else 0):
+        spread(["fit", *own, *rest], count, ray=config.ray > 0)
+    failed = [seed for seed in config.own(config.numbers) if not _trained(folder, seed, rest)]
+    if config.part is None:
+        _summarize(folder, config.numbers)
+    if failed:
+        raise Fault(f"seeds {', '.join(map(str, failed))} failed; the same command goes on")
+
+
+def _trained(folder: Path, seed: int, rest: Sequence[str]) -> bool:
+    if tested(folder, seed):
+        return True
+    place = [f"--trainer.logger.save_dir={folder}", f"--trainer.logger.version=seed_{seed}"]
+    line = ["fit", *rest, f"--seed_everything={seed}", "--test_after_fit=true", *place]
+    done = subprocess.run([sys.executable, "-m", "lightning_rob", *line], check=False)
+    return done.returncode == 0 and bool(tested(folder, seed))
+
+
+def tested(folder: Path, seed: int) -> list[AttackResult]:
+    """Return the results of the last test of a seed's run; none without one."""
+    runs = find_runs([folder]) if folder.is_dir() else []
+    own = [run.evaluations for run in runs if f"seed_{seed}" in run.folder.parts]
+    return own[0].last() if own and "test" in own[0].by_stage else []
+
+
+def _summarize(folder: Path, seeds: Sequence[int]) -> None:
+    """Print and write the mean of each attack's accuracy over the seeds, with its t interval."""
+    from lightning_rob.metrics import student  # imports torch
+
+    by_seed = {seed: found for seed in seeds if (found := tested(folder, seed))}
+    table = Table(title=f"{len(by_seed)} trainings", title_justify="left")
+    for head in ("attack", "on", "mean", "95 % over seeds", *(f"seed {seed}" for seed in by_seed)):
+        table.add_column(head, justify="left" if head in ("attack", "on") else "right")
+    rows = []
+    for key in dict.fromkeys(one.key for found in by_seed.values() for one in found):
+        values = [one.accuracy for found in by_seed.values() for one in found if one.key == key]
+        low, high = student(values) if len(values) > 1 else (0.0, 1.0)
+        low, high = max(low, 0.0), min(high, 1.0)
+        name, target = key
+        row = {"name": name, "target": target, "accuracies": values, "seeds": [*by_seed]}
+        rows.append(row | {"mean": fmean(values), "interval": [low, high]})
+        span = f"{100 * low:.1f} … {100 * high:.1f}"
+        each = [f"{value:.1%}" for value in values]
+        table.add_row(name, target.replace("_", " "), f"{fmean(values):.1%}", span, *each)
+    Console().print(table)
+    atomic_write_text(folder / "seeds.json", json.dumps(rows, indent=1) + "\n")
+    print(visible(f"Wrote {folder}/seeds.json; lightning-rob report {folder} has all runs"))

@@ -1,0 +1,67 @@
+"""One command in several processes, each of which does a part of its work and records it."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from lightning_rob.runtime.errors import visible
+
+TRIES = 3  # of a part whose process is killed
+
+
+def spread(args: Sequence[str], workers: int, ray: bool = False) -> None:
+    """Run a command line as `workers` processes with --part=i/n, and wait for them.
+
+    The records of a part stay, whatever becomes of its process: the command itself, run
+    afterwards, reads all of them and does the rest.
+    """
+    cores = max((os.cpu_count() or 1) // workers, 1)
+    gpus = len([*Path("/dev").glob("nvidia[0-9]*")])
+    parts = []
+    for i in range(workers):
+        own = {"OMP_NUM_THREADS": str(cores)}
+        own |= {"CUDA_VISIBLE_DEVICES": str(i % gpus)} if gpus and not ray else {}
+        whole = [*args, "--workers=1", "--ray=0", f"--part={i + 1}/{workers}"]
+        parts.append((whole, own, str(Path.cwd())))
+    if ray:
+        problems = _on_ray(parts, cores, gpus / workers)
+    else:
+        with ThreadPoolExecutor(workers) as pool:
+            problems = [*pool.map(lambda part: run_part(*part), parts)]
+    for number, problem in enumerate(problems, 1):
+        if problem:
+            print(visible(f"part {number}/{workers}: {problem}"), file=sys.stderr, flush=True)
+
+
+def run_part(args: Sequence[str], own: dict[str, str], folder: str) -> str:
+    """Run the package's command in a folder; return its last line on stderr if it failed."""
+    line = [sys.executable, "-m", "lightning_rob", *args]
+    for _ in range(TRIES):
+        done = subprocess.run(
+            line, env=own | os.environ, cwd=folder, capture_output=True, text=True, check=False
+        )
+        if done.returncode >= 0:  # else a signal ended it: memory, or a machine that is taken away
+            break
+    lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    return lines[-1] if done.returncode else ""
+
+
+def _on_ray(
+    parts: Sequence[tuple[list[str], dict[str, str], str]], cores: int, gpus: float
+) -> list[str]:
+    """Run the parts as tasks of Ray, whose machines share the file system."""
+    try:
+        import ray
+    except ModuleNotFoundError as error:
+        needed = "--ray needs Ray: pip install 'lightning-rob[ray]'"
+        raise ModuleNotFoundError(needed, name="ray") from error
+    here = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": cores * len(parts)}
+    ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR", **here)
+    try:
+        task = ray.remote(num_cpus=cores, num_gpus=gpus, max_retries=TRIES)(run_part)
+        return list(ray.get([task.remote(*part) for part in parts]))
+    finally:
+        ray.shutdown()

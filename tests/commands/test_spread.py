@@ -1,0 +1,105 @@
+"""Several processes share a command's work: the same records as by one, also if one is killed."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from lightning.pytorch import Callback
+
+from lightning_rob.commands.sweep import SweepConfig
+from tests.tiny import ROOT, fit, pgd, robust_eval, run
+
+PYTHONPATH = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+VALUES = "--values=0.01,0.02,0.03,0.04"
+
+
+class DiesOnce(Callback):
+    """Kills the process of the first test that finds no mark of it."""
+
+    def __init__(self, mark: str) -> None:
+        self.mark = Path(mark)
+
+    def on_test_start(self, *_) -> None:
+        if os.environ.get("MAY_DIE") and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture
+def checkpoint(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
+    return fit(tmp_path)
+
+
+def swept(folder, checkpoint, *args):
+    dies = {"class_path": f"{__name__}.DiesOnce", "init_args": {"mark": str(folder / "mark")}}
+    plugged = [robust_eval({"apgd": pgd()}), dies]
+    options = [f"--trainer.callbacks+={json.dumps(one)}" for one in plugged]
+    args = [VALUES, f"--out={folder / 'out'}", *options, *args, "--allow-import=tests"]
+    run("sweep", checkpoint, "--over=eps", *args)
+    lines = (folder / "out/sweep.jsonl").read_text().splitlines()
+    kept = ("name", "value", "accuracy", "interval", "n")
+    return sorted([line[key] for key in kept] for line in map(json.loads, lines))
+
+
+def test_a_sweep_by_two_workers_of_which_one_is_killed(checkpoint, tmp_path, monkeypatch, capfd):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    alone = swept(tmp_path / "one", checkpoint)
+    monkeypatch.setenv("MAY_DIE", "1")
+    capfd.readouterr()
+    assert swept(tmp_path / "two", checkpoint, "--workers=2") == alone
+    out = capfd.readouterr().out
+    assert out.count("(recorded)") == 4  # all by the workers: the killed one ran again
+    assert (tmp_path / "two/mark").exists()
+    assert (tmp_path / "two/out/sweep.md").exists()
+
+
+def test_parts_are_all_of_the_work():
+    parts = [
+        SweepConfig(over="eps", values="1:8:1", part=f"{i}/3").own(range(8)) for i in (1, 2, 3)
+    ]
+    assert parts == [[0, 3, 6], [1, 4, 7], [2, 5]]
+    for part in ("0/3", "4/3", "1", "a/b"):
+        with pytest.raises(ValueError, match="--part is i/n with i from 1 to n"):
+            SweepConfig(over="eps", values="1", part=part)
+
+
+def test_two_seeds_and_their_mean(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
+    fit(tmp_path, callbacks=[robust_eval({"apgd": pgd()})], **{"trainer__max_epochs": 4})
+    line = ["fit", "--seeds", "0,1", "--config", "recipe.yaml", "--allow-import", "tests"]
+    run(*line)
+    (file,) = tmp_path.rglob("seeds.json")
+    rows = {row["name"]: row for row in json.loads(file.read_text())}
+    for seed in (0, 1):
+        (record,) = file.parent.rglob(f"seed_{seed}/robust.jsonl")
+        records = record.read_text().splitlines()
+        (last,) = (
+            r for r in map(json.loads, records) if r["stage"] == "test" and r["name"] == "apgd"
+        )
+        assert last["accuracy"] == rows["apgd"]["accuracies"][seed]
+    first, second = rows["apgd"]["accuracies"]
+    assert rows["apgd"]["mean"] == pytest.approx((first + second) / 2)
+    before = sorted(tmp_path.rglob("*.ckpt"))
+    capfd.readouterr()
+    run(*line)  # nothing is left to train
+    assert "2 trainings" in capfd.readouterr().out
+    assert before == sorted(tmp_path.rglob("*.ckpt"))
+    with pytest.raises(SystemExit):
+        run("fit", "--seeds", "3", "--config", "recipe.yaml")
+    assert "--seeds takes two seeds or more" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_sweep_on_ray(checkpoint, tmp_path, monkeypatch):
+    pytest.importorskip("ray")
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    alone = swept(tmp_path / "one", checkpoint)
+    monkeypatch.setenv("MAY_DIE", "1")
+    assert swept(tmp_path / "two", checkpoint, "--ray=2") == alone
