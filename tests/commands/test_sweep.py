@@ -315,7 +315,7 @@ def test_lists_of_values():
 
 
 def test_options_without_meaning():
-    for options, message in (
+    for (over, values, *best), message in (
         (("epsilon", "1"), "--over must be one of probability"),
         (("eps", ""), "--values must name at least one value"),
         (("eps", "1:2:0"), "--values takes numbers, fractions"),
@@ -326,7 +326,7 @@ def test_options_without_meaning():
         (("eps", "1", "apgd"), "no meaning over eps"),
     ):
         with pytest.raises(ValueError, match=message):
-            SweepConfig(*options)
+            SweepConfig(over=over, values=values, best="".join(best) or None)
 
 
 def test_bad_input_gets_one_line_before_anything_runs(trained, tmp_path, capsys):
