@@ -41,7 +41,7 @@ DIGITS = {  # name -> paper, recipe and mix-ins, epochs (of each of the stages),
         "--model=FreeTraining", "--model.threat={norm: linf, eps: 0.1}", "--model.replays=4"]),
     "IAT of 3": ("Dbouk and Shanbhag 2022", "iat_digits", 5, [WIDE]),
     "BAT of 2": ("Pinot et al. 2020", "iat_digits", 7, ["--model=BAT", WIDE, "--model.members=2"]),
-    "BARRE of 2": ("Dbouk and Shanbhag 2023", "iat_digits barre", 5, [
+    "BARRE of 2": ("Dbouk and Shanbhag 2023", "iat_digits barre", 4, [
         WIDE, "--model.members=2", "--model.search_images=256"]),
     "ADP of 3": ("Pang et al. 2019", "adp_digits", 25, [WIDE]),
     "GAL of 3": ("Kariyappa and Qureshi 2019", "gal_digits", 16, [WIDE]),

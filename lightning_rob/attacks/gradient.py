@@ -65,27 +65,26 @@ class ObjectiveGradient:
         self, defense: Defense, x: Tensor, y: Tensor, generator: Generator, check: bool = False
     ) -> ObjectiveAt:
         """Return the objective and its gradient at images [B, C, H, W] with labels [B]."""
-        at = self._at(defense, x, y, generator, check)
-        if (seen := _seen.get()) is not None:
+        seen = _seen.get()
+        before = len(seen or ())
+        if len(defense.components()) > 1 and reduction_of(self.objective):
+            at = self._of_mixture(defense, x, y, generator, check)
+        else:
+            x = x.detach().requires_grad_()
+            if self.draws is None:
+                logits, weights = defense.logits(x, generator), defense.weights
+            else:
+                logits, weights = defense.sample_logits(x, generator, self.draws)
+            value = self._of(logits, weights, y, check)
+            gradient = image_gradient(value, x, generator)
+            draws = (defense.rule, logits.detach(), weights)
+            at = ObjectiveAt(value.detach(), gradient, logits.detach(), weights, (draws,))
+        if seen is not None:
             margin = -expected_margin(at.logits, at.weights, y)
             columns = at.value[0], margin[0], at.gradient[0].norm()
-            seen.append(torch.stack([number.detach().float() for number in columns]))
+            row = torch.stack([number.detach().float() for number in columns])
+            seen[before:] = [row]  # in place of those of a mixture's parts
         return at
-
-    def _at(
-        self, defense: Defense, x: Tensor, y: Tensor, generator: Generator, check: bool
-    ) -> ObjectiveAt:
-        if len(defense.components()) > 1 and reduction_of(self.objective):
-            return self._of_mixture(defense, x, y, generator, check)
-        x = x.detach().requires_grad_()
-        if self.draws is None:
-            logits, weights = defense.logits(x, generator), defense.weights
-        else:
-            logits, weights = defense.sample_logits(x, generator, self.draws)
-        value = self._of(logits, weights, y, check)
-        gradient = image_gradient(value, x, generator)
-        draws = (defense.rule, logits.detach(), weights)
-        return ObjectiveAt(value.detach(), gradient, logits.detach(), weights, (draws,))
 
     def _of(self, logits: Tensor, weights: Tensor, y: Tensor, check: bool) -> Tensor:
         if check:
@@ -106,7 +105,7 @@ class ObjectiveGradient:
             if share == 0:
                 continue
             # The graph of this part is free before the next one is evaluated.
-            part = self._at(member, x, y, generator, check)
+            part = self(member, x, y, generator, check)
             # That of the part with the smallest value, or the mean by the parts' shares.
             if smallest:
                 gradient = choose(part.value < value, part.gradient, gradient)

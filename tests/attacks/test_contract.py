@@ -130,6 +130,7 @@ ENTRIES = {
     "pdgd-l2": (PDGD(L2, 40, objective=linear), "ensemble"),
     "minimal-norm": (MinimalNorm(PGD(LINF, 5, "8/255", early_stop=True), 3), "ensemble"),
     "minimal-norm-l2": (MinimalNorm(APGD(L2, 5, restarts=2), 3), "transformed"),
+    "minimal-norm-l1": (MinimalNorm(APGD(L1, 5), 3), "ensemble"),
     "square": (Square(LINF, 200), "ensemble"),
     "square-l2": (Square(L2, 150), "ensemble"),
     "square-l1": (Square(L1, 150), "ensemble"),

@@ -203,5 +203,7 @@ def test_a_trace_ends_where_an_image_leaves_and_needs_gradients():
     found = trace(APGD(Threat("linf", 0.1), 20), defense, x, y, Streams.from_index(y))
     lengths = found.loss.isfinite().sum(1)
     assert lengths.min() < lengths.max() == found.loss.shape[1] == 22
+    mixture = Ensemble([net, trained_net(2)], rule=random_member)
+    assert trace(PGD(Threat(), 3, 0.1), mixture, x, y).loss.shape == (12, 3)  # not one for a member
     with pytest.raises(ValueError, match="Square asked for no gradient of an objective on 12"):
         trace(Square(Threat("linf", 0.1), 5), defense, x, y)

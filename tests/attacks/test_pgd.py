@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lightning_rob
-from lightning_rob.attacks import PGD, Chunked, Targeted
+from lightning_rob.attacks import APGD, PGD, Chunked, Targeted
 from lightning_rob.defenses import Ensemble, Mixture, RandomTransforms, Single
 from lightning_rob.modules import BAT
 from lightning_rob.objectives import ce_of_mean_logits, expected_ce, linear, worst_ce
@@ -16,7 +16,16 @@ from lightning_rob.randomness import Streams, normal
 from lightning_rob.rules import mean_probs
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import GaussianNoise
-from tests.attacks.common import Constant, Hyperplane, Noisy, Recording, mlp, noise_images, seeded
+from tests.attacks.common import (
+    Constant,
+    Hyperplane,
+    Noisy,
+    Recording,
+    assert_inside,
+    mlp,
+    noise_images,
+    seeded,
+)
 from tests.counting import Shared
 
 LINF, L2 = Threat("linf", 0.1), Threat("l2", 0.3)
@@ -340,3 +349,22 @@ def test_frames_between_a_training_step_and_the_network():
     module.training_step((x.float(), y, torch.arange(4)), 0)
     # a method overrides train_on where its loader gives something else than (x, y, index)
     assert first.stacks == [["training_step", "train_on", "loss", *ATTACKED]] * 2
+
+
+def test_l1_attacks_reach_the_optimum_of_a_linear_network():
+    """It moves the pixels of the largest weights to their bounds, until the radius is spent."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(784, 2))
+    w = torch.randn(784, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        net[1].weight.copy_(torch.stack([torch.zeros_like(w), w]))
+        net[1].bias.copy_(torch.tensor([1e3, 0.0]))  # no image is ever misclassified
+    x = torch.rand(10, 1, 28, 28, generator=torch.Generator().manual_seed(1)).round(decimals=1)
+    y, threat, order = torch.zeros(10).long(), Threat("l1", 12), w.abs().argsort(descending=True)
+    room = torch.where(w > 0, 1 - x.flatten(1), x.flatten(1))[:, order]
+    spent = torch.minimum(room, (12 - room.cumsum(1) + room).clamp_min(0))
+    best = (spent * w.abs()[order]).sum(1)
+    for attack, least in ((PGD(threat, 20, 3.0), 0.85), (APGD(threat), 0.99)):
+        x_adv = attack(Single(net), x, y, torch.Generator().manual_seed(2))
+        assert_inside(Threat("l1", 12 + 1e-5), x_adv, x)
+        reached = ((x_adv - x).flatten(1) * w).sum(1) / best
+        assert least < reached.min() and reached.max() < 1 + 1e-5
