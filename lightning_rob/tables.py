@@ -24,16 +24,11 @@ STYLE: dict[str, Any] = {
 def print_table(title: str, results: Iterable[Any], console: Console | None = None) -> None:
     """Print a table of `Result`s; columns with the same content in all rows are left out.
 
-    The column "median distance", of attacks of smallest norm, is "beyond" where half of the images
-    or more are not fooled within the ball. "randomness" is half the interval over inferences or
-    private draws: the share that the defense's own randomness has. "known noise" is the accuracy
-    against an attacker who knows the draws that predict. "rejected" and "accepted,
-    wrong" are shares of the predictions of a defense that may reject. "blind" is the share of
-    images, right without an attack, on which it had no gradient to follow. "against" compares with
-    the first attack image by image. Of results of one name, target and number of images the last
-    counts. The power of attacks and the findings of the evaluation stand below the table.
+    Its caption says what the columns mean. The power of attacks and the findings of the evaluation
+    stand below the table.
     """
     console = console or Console()
+    # If a result was measured twice, the last one counts.
     last = {(r.name, r.details.get("target"), r.n): r for r in results}
     compared = [r.details["against"]["p"] for r in last.values() if r.details.get("against")]
     # Several comparisons would find a difference somewhere by luck.
@@ -103,6 +98,7 @@ def _accuracy_cells(result: Any, adjusted: Iterator[float]) -> dict[str, str]:
     low, high = result.interval
     randomness = details.get("over_inferences") or details.get("over_private_draws")
     if "median_distance" in details:
+        # "beyond": half of the images or more are not fooled within the ball.
         median = details["median_distance"]
         distance = "beyond" if median is None or math.isinf(median) else f"{median:.4f}"
     if other := details.get("against"):

@@ -42,9 +42,11 @@ class RobustAudit(EvaluationCallback):
         protocol: rounds in which a defense that adapts is attacked; None is `RoundProtocol()`.
         record: file in the run's folder.
         power: test whether each attack finds adversarial images that exist by construction.
-        **options: every_n_epochs, seed, group_size, unpack, preprocess and dataloader_idx of
-            `EvaluationCallback`.
+        **options: those of `EvaluationCallback`.
     """
+
+    target: AuditTarget  # of the current evaluation
+    table: PerImage
 
     def __init__(
         self,
@@ -65,8 +67,6 @@ class RobustAudit(EvaluationCallback):
         self.queries = queries
         self.record = record
         self.power = power
-        self.target: AuditTarget | None = None
-        self.table = PerImage(1)
         self.tried = False
         self.found: Report | None = None
 
@@ -93,7 +93,6 @@ class RobustAudit(EvaluationCallback):
 
     def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch, images: Images) -> None:
         target, (x, y, index) = self.target, batch
-        assert target is not None
         if trainer.sanity_checking and (target.transductive or self.tried):
             return
         columns = measure(target, x, y, index)
@@ -103,7 +102,6 @@ class RobustAudit(EvaluationCallback):
 
     def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         target = self.target
-        assert target is not None
         _, table = self.table.rows()
         columns = dict(zip(column_names(target), table.unbind(1), strict=True))
         self.found = found = build_report(target, columns)

@@ -16,6 +16,7 @@ from lightning_rob.certify.smoothing import Certifier, new_rows, smoothed_by
 from lightning_rob.defenses import Smoothing
 from lightning_rob.evaluation.groups import Batch
 from lightning_rob.evaluation.records import append_records
+from lightning_rob.metrics import PerImage
 
 
 class CertifiedEval(EvaluationCallback):
@@ -33,9 +34,11 @@ class CertifiedEval(EvaluationCallback):
         failure: probability that the radius of an image is too large.
         max_images: number of images, a random choice by the seed; None certifies all.
         record: file in the run's folder to which each result is appended as a line of JSON.
-        **options: every_n_epochs, seed, group_size, unpack, preprocess and dataloader_idx of
-            `EvaluationCallback`.
+        **options: those of `EvaluationCallback`.
     """
+
+    smoothed: Smoothing  # of the current evaluation
+    rows: PerImage
 
     def __init__(
         self,
@@ -50,8 +53,6 @@ class CertifiedEval(EvaluationCallback):
         super().__init__(None, max_images=max_images, **options)
         self.sigma, self.radii, self.record = sigma, tuple(radii), record
         self.certifier = Certifier(draws, failure, self.radii, self.settings.seed)
-        self.rows = new_rows()
-        self.smoothed: Smoothing | None = None
         self.result: Certificates | None = None
 
     def begin(self, trainer: Trainer, pl_module: Any, loaders: Any) -> Sequence[Images]:
@@ -62,7 +63,6 @@ class CertifiedEval(EvaluationCallback):
 
     def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch, images: Images) -> None:
         """Certify the images of the batch; a sanity check tries a few draws."""
-        assert self.smoothed is not None
         certifier = self.certifier
         if trainer.sanity_checking:
             certifier = replace(certifier, draws=1)
@@ -73,7 +73,6 @@ class CertifiedEval(EvaluationCallback):
             self.advance("certify", len(x))
 
     def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        assert self.smoothed is not None
         self.result = found = self.certifier.certificates(self.smoothed.sigma, self.rows)
         for radius in self.radii:
             self.log_value(pl_module, f"{stage}/certified/{radius:g}", found.certified(radius))

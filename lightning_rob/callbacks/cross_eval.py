@@ -47,8 +47,7 @@ class TransferMatrixEval(EvaluationCallback):
         record: file in the run's folder to which each matrix is appended as a line of JSON.
         eps: radius of all attacks instead of their own, see `RobustEval`.
         norm: norm of the attacks instead of their own, with `eps`.
-        **options: every_n_epochs, max_images, seed, group_size, unpack, preprocess and
-            dataloader_idx of `EvaluationCallback`.
+        **options: those of `EvaluationCallback`.
     """
 
     def __init__(
@@ -145,26 +144,23 @@ class TransferMatrixEval(EvaluationCallback):
     def _results(self, defense: Defense) -> list[dict[str, Any]]:
         shared = self.images[0].metadata | {"probs": defense.weights.tolist()}
         shared |= {"names": defense.names}
-        n, size, found = int(self.count.compute()), (len(defense.weights), -1), []
-        for name, entries in self.matrices.items():
-            matrix = entries.compute().reshape(size)
+        n, members = int(self.count.compute()), len(defense.weights)
+        matrices = {
+            name: sums.compute().reshape(members, -1) for name, sums in self.matrices.items()
+        }
+        shared |= {"clean": matrices[CLEAN][:, 0].tolist(), "n": n}
+        found = []
+        for name, matrix in matrices.items():
+            intervals = [[wilson(value, n) for value in row] for row in matrix.tolist()]
             record: dict[str, Any] = {"kind": "transfer_matrix", "name": name} | shared
-            if name != CLEAN:
-                attack = self.attacks[name]
-                record |= {"attack": attack_spec(attack), "threat": attack_spec(attack.threat)}
-                record |= {"seconds": self.seconds[name]}
-            else:
-                clean = matrix[:, 0].tolist()
-            rows = matrix.tolist()
-            intervals = [[wilson(value, n) for value in row] for row in rows]
-            record |= {"matrix": rows, "intervals": intervals, "clean": clean, "n": n}
-            if name != CLEAN:
-                # Which images fool other members too, and the members ranked as sources.
+            record |= {"matrix": matrix.tolist(), "intervals": intervals}
+            if attack := self.attacks.get(name):
                 shares, successes = self.transfers[name].compute()
                 shares = shares.reshape(matrix.shape).nan_to_num(0.0)  # where nothing succeeded
-                record |= {"transferability": shares.tolist()}
+                record |= {"attack": attack_spec(attack), "threat": attack_spec(attack.threat)}
+                record |= {"seconds": self.seconds[name], "transferability": shares.tolist()}
                 record |= {"successes": successes.reshape(-1).tolist()}
-                record |= {"ranking": transfer_ranking(torch.tensor(rows))}
+                record |= {"ranking": transfer_ranking(matrix)}
             found.append(record)
         return found
 

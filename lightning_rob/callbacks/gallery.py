@@ -42,8 +42,7 @@ class Gallery(EvaluationCallback):
         name: name of the files.
         eps: radius of both attacks instead of their own, see `RobustEval`.
         norm: norm of the attacks instead of their own, with `eps`.
-        **options: max_images, seed, group_size, unpack, preprocess and dataloader_idx of
-            `EvaluationCallback`.
+        **options: those of `EvaluationCallback`.
     """
 
     def __init__(

@@ -56,16 +56,14 @@ class TerminateOnNonFinite(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Share losses, gradients and signals with the other processes.
-
-        This waits for the device once a step: later the optimizer would have stepped already.
-        """
+        """Share losses, gradients and signals with the other processes."""
         notes = torch.zeros(trainer.world_size, 2, device=pl_module.device)
         notes[trainer.global_rank, 0] = self._nonfinite_part(trainer, optimizer)
         notes[trainer.global_rank, 1] = stop.received
         if trainer.world_size > 1:
             torch.distributed.all_reduce(notes)
         self.loss = None
+        # It waits for the device once a step: later the optimizer would have stepped already.
         found, signals = notes.T.tolist()
         self.signal = int(max(signals))
         if not any(found):

@@ -19,6 +19,8 @@ from lightning_rob.evaluation.results import EvaluationResult
 class Measurement(EvaluationCallback):
     """Score the module's `defense` under attacks at a test and keep the result."""
 
+    evaluator: Evaluator  # of the current test
+
     def __init__(
         self,
         attacks: Mapping[str, Attack],
@@ -31,7 +33,6 @@ class Measurement(EvaluationCallback):
         self.settings = settings
         self.target = target
         self.after_batch = after_batch
-        self.evaluator: Evaluator | None = None
         self.result: EvaluationResult | None = None
 
     def earlier(self, trainer: Trainer) -> list[Self]:
@@ -54,13 +55,11 @@ class Measurement(EvaluationCallback):
         return [images]
 
     def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch, images: Images) -> None:
-        assert self.evaluator is not None
         self.evaluator.score(*batch)
         if self.after_batch:
             self.after_batch()
 
     def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        assert self.evaluator is not None
         self.result = self.images[0].result(self.evaluator)
 
 

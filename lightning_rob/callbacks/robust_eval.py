@@ -91,8 +91,7 @@ class RobustEval(EvaluationCallback):
             adversarial images that exist by construction? See `lightning_rob.audit.power`.
         known_noise: attack a defense that predicts at random once more, by an attacker who knows
             its draws, and log `{stage}/robust/known_noise`; see `EvaluationResult.known_noise`.
-        **options: every_n_epochs, max_images, seed, group_size, unpack, preprocess and
-            dataloader_idx of `EvaluationCallback`.
+        **options: those of `EvaluationCallback`.
     """
 
     def __init__(

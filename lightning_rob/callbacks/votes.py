@@ -56,8 +56,7 @@ class VotingRuleEval(EvaluationCallback):
         only: patterns of the names of the attacks to run, such as "cw*"; None runs all.
         eps: radius of all attacks instead of their own, see `RobustEval`.
         norm: norm of the attacks instead of their own, with `eps`.
-        **options: every_n_epochs, max_images, seed, group_size, unpack, preprocess and
-            dataloader_idx of `EvaluationCallback`; the seed is that of the compositions too.
+        **options: those of `EvaluationCallback`; the seed is that of the compositions too.
     """
 
     def __init__(

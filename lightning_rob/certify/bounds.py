@@ -22,12 +22,8 @@ def lower_bound(right: Floats, draws: int, failure: float) -> Floats:
 class Looks:
     """When to look at the votes, and how much of the failure probability each look may spend.
 
-    A bound that is computed after each look and kept where it is good fails more often than one
-    that is computed once. The looks therefore share the failure probability (a union bound over a
-    schedule that is fixed before): whichever look is used, and whatever decides to stop, some
-    bound is above the truth with a probability of at most `failure`. Half of it is the last
-    look's, which hard images need; the looks before, each after half as many draws, share the rest.
-
+    Whichever look is used, and whatever decides to stop, some bound is above the truth with a
+    probability of at most `failure`.
     """
 
     draws: int  # n, of the last look
@@ -37,6 +33,10 @@ class Looks:
     @property
     def schedule(self) -> list[tuple[int, float]]:
         """The number of draws of each look, rising, and the failure probability it spends."""
+        # A bound that is computed after each look and kept where it is good fails more often than
+        # one that is computed once. The looks therefore share the failure probability, a union
+        # bound over a schedule that is fixed before: half is the last look's, which hard images
+        # need, and the looks before, each after half as many draws, share the rest.
         counts = [self.draws]
         while self.early and counts[0] // 2 >= FEWEST:
             counts = [counts[0] // 2, *counts]

@@ -113,9 +113,8 @@ class SaveRecipe(SaveConfigCallback):
 class RobustCLI(LightningCLI):
     """LightningCLI for modules and data of this package, and anybody's that it may import.
 
-    It has one parser for a command and its options. That of Lightning has one more for each
-    subcommand, and parses and checks a recipe twice. A line given as a list begins with the command
-    if it is to be run; without `run` it only builds model, data and trainer.
+    A line given as a list begins with the command if it is to be run; without `run` it only builds
+    model, data and trainer.
     """
 
     in_place_of = ""  # Lightning's method of which this runs a command in the place
@@ -178,6 +177,8 @@ class RobustCLI(LightningCLI):
         return [f"--config={recipe}"]
 
     def setup_parser(self, add_subcommands: bool, main_kwargs: Any, subparser_kwargs: Any) -> None:
+        # One parser for a command and its options: Lightning has one more for each subcommand, and
+        # parses and checks a recipe twice.
         super().setup_parser(False, main_kwargs, subparser_kwargs)
         self.method_options: list[str] = []
         if self.method:

@@ -62,9 +62,14 @@ def main(args: Sequence[str] | None = None) -> None:
     elif args[0] not in COMMANDS:
         choices = f", choose from {', '.join(COMMANDS)}"
         _fail(f"unknown command {args[0]!r}{nearest(args[0], COMMANDS, choices)}")
-    elif {"-h", "--help"} & {*args} and ("all" not in args or _reads_records(args[0])):
+    else:
+        config = config_of(args[0])
+        reads_records = config is not None and config.reads_records
         # `--help all` prints the parser's own page.
-        if config := config_of(args[0]):
+        if not {"-h", "--help"} & {*args} or ("all" in args and not reads_records):
+            given = (arg for arg in args if arg != "all" or "--help" not in args)
+            _run(reads_records, *given)
+        elif config:
             from lightning_rob.cli.options import build_parser  # jsonargparse takes a moment
 
             _show(build_parser(args[0], config).format_help().rstrip())
@@ -72,8 +77,6 @@ def main(args: Sequence[str] | None = None) -> None:
             from lightning_rob.cli.help import run_help
 
             _show(run_help(args[0]))
-    else:
-        _run(*(arg for arg in args if arg != "all" or "--help" not in args))
 
 
 def _show(page: str) -> None:
@@ -84,12 +87,7 @@ def _show(page: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _reads_records(command: str) -> bool:
-    config = config_of(command)
-    return config is not None and config.reads_records
-
-
-def _run(command: str, *args: str) -> None:
+def _run(reads_records: bool, command: str, *args: str) -> None:
     import yaml
 
     from lightning_rob.cli.options import parse_records, read_command_line
@@ -99,7 +97,7 @@ def _run(command: str, *args: str) -> None:
             from lightning_rob.cli.seeds import fit_seeds
 
             fit_seeds(args)
-        elif _reads_records(command):
+        elif reads_records:
             config = parse_records(command, args)  # before the function is imported, and torch
             function_of(command)(config)
         else:
@@ -143,17 +141,16 @@ def _fail(message: str, code: int = 2, at_once: bool = False) -> NoReturn:
 
 
 def tune_process() -> None:
-    """Set the process's thread and memory options for speed; call it before torch is imported.
-
-    Waiting threads sleep instead of spinning (OMP_WAIT_POLICY): on a shared machine spinning costs
-    up to five times the run, on an idle one sleeping costs a tenth. glibc keeps freed activations
-    instead of returning them to the system: 10 to 60 % of an attack's time on a CPU.
-    """
+    """Set the process's thread and memory options for speed; call it before torch is imported."""
+    # Waiting threads sleep: on a shared machine spinning costs up to five times the run, on an idle
+    # one sleeping costs a tenth.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         mallopt: Any = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):
         return
+    # glibc keeps freed activations: returning them to the system takes 10 to 60 % of an attack's
+    # time on a CPU.
     trim_threshold, top_pad, mmap_threshold = -1, -2, -3
     mallopt(mmap_threshold, 1 << 30)
     mallopt(trim_threshold, (1 << 31) - 1)

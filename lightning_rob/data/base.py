@@ -55,11 +55,7 @@ class IndexedSubset(Dataset[Sample]):
     """
 
     def __init__(
-        self,
-        source: Source,
-        indices: Tensor,
-        augmentations: Sequence[Augment] = (),
-        seed: int = 0,
+        self, source: Source, indices: Tensor, augmentations: Sequence[Augment] = (), seed: int = 0
     ) -> None:
         self.source = source
         self.indices = indices

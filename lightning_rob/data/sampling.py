@@ -74,16 +74,15 @@ class EpochSampler(DistributedSampler[int]):
 
 
 class ResumableLoader(DataLoader[Any]):
-    """Training loader that starts its workers at the first batch, after `set_epoch`.
-
-    A plain loader with workers fetches ahead as soon as `iter` is called, which is before Lightning
-    sets the epoch. Lightning takes a loader with a state, even an empty one, for resumable; the
-    resume point itself is in Lightning's counters (see `resume_point`).
-    """
+    """Training loader that starts its workers at the first batch, after `set_epoch`."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        # A generator: a plain loader with workers fetches ahead as soon as `iter` is called, which
+        # is before Lightning sets the epoch.
         yield from super().__iter__()
 
+    # Lightning takes a loader with a state, even an empty one, for resumable; the resume point
+    # itself is in Lightning's counters (see `resume_point`).
     def state_dict(self) -> dict[str, Any]:
         return {}
 

@@ -132,6 +132,7 @@ class Mixture(Defense):
         """Predict [B, C, H, W] -> [B, K]; under `random_member` one part does, by its own rule."""
         if self.rule is not random_member:
             return super().forward(x, generator)
+        # Each part's probabilities are those of its prediction, whatever its rule: they add up.
         return torch.stack([share * part(x, generator) for share, part in self.components()]).sum(0)
 
     def sample_logits(

@@ -21,12 +21,13 @@ MOST_VALUES = 2**26  # pixels that are noisy at a time
 def gaussian_copies(x: Tensor, sigma: float, generator: Generator = None) -> Tensor:
     """Add Gaussian noise to images [B, …] and round each pixel to a multiple of `GRID`.
 
-    The last bits of an image plus float32 noise show which image it was, so that a network could
-    vote otherwise on each image, whatever a certificate says (Voráček and Hein, ICLR 2023). Here
-    noise is the normal quantile of 48 random bits, the sum is in double precision, and a network
-    sees only its place on the grid: a function of the exact sum, except with a probability of at
-    most `sampling_error`. The gradient is that of the sum.
+    A network sees a function of the exact sum, except with a probability of at most
+    `sampling_error`. The gradient is that of the sum.
     """
+    # The last bits of an image plus float32 noise show which image it was, so that a network could
+    # vote otherwise on each image, whatever a certificate says (Voráček and Hein, ICLR 2023). Here
+    # noise is the normal quantile of 48 random bits, the sum is in double precision, and a network
+    # sees only its place on the grid.
     high, low = (_precise(uniform(x.float(), *x.shape[1:], generator=generator)) for _ in range(2))
     # The middle of one of 2^48 intervals, so never 0 or 1.
     u = (high * 2**24).floor() * 2.0**-24 + (low * 2**24).floor() * 2.0**-48 + 2.0**-49
@@ -36,12 +37,10 @@ def gaussian_copies(x: Tensor, sigma: float, generator: Generator = None) -> Ten
 
 
 def sampling_error(x: Tensor, sigma: float) -> float:
-    """Return how far a probability under `gaussian_copies` may be from that under exact noise.
-
-    Of 16 sigma / GRID borders between places, each falls into one of the 2^48 intervals, and within
-    2e-14 of it the rounding of the quantile may decide: 2^-31 for each pixel of an image of x
-    [B, …] with sigma 1, a bound on the total variation.
-    """
+    """Bound how far a probability under `gaussian_copies` is from that under exact noise."""
+    # Of 16 sigma / GRID borders between places, each falls into one of the 2^48 intervals, and
+    # within 2e-14 of it the rounding of the quantile may decide: 2^-31 for each pixel of an image
+    # with sigma 1, a bound on the total variation.
     return x[0].numel() * CELL_ERROR * max(sigma, 1.0)
 
 

@@ -303,7 +303,7 @@ def slope(target: CheckTarget, columns: Columns) -> Finding:
     if not images:
         return not_checked("no gradient that is finite and not zero")
     # Where logits are rounded, differences over a small width say little.
-    severity: Severity = "warning" if many(columns["is_constant"]) else "severe"  # rounding
+    severity: Severity = "warning" if many(columns["is_constant"]) else "severe"
     if mean(columns["slope_networks"]) >= LEAST_CORRELATION:
         severity = "note"  # the gradients of transforms may be estimates
     return Finding(

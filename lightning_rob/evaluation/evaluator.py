@@ -315,11 +315,7 @@ class Evaluator:
     def _with_known_noise(
         self, x: Tensor, y: Tensor, index: Tensor, outcomes: Mapping[str, BatchOutcome]
     ) -> BatchOutcome:
-        """Attack the draws of the first prediction, and the member that it draws.
-
-        The attack is PGD on the loss of the prediction, within the first attack's threat. An
-        attacker who knows the noise may also take the image of any other attack within it.
-        """
+        """Attack the draws of the first prediction by PGD on its loss, and the member it draws."""
         first, settings = next(iter(self.attacks.values())), self.settings
         threat, private = first.threat, (settings.seed, 0)
         step_size = step_across(threat.eps, KNOWING_STEPS, 4)
@@ -341,6 +337,7 @@ class Evaluator:
             _, found = session.step(x, y, index)
             right, rejected = self._shares(found, y)
             total = total + share * (right + rejected)
+        # An attacker who knows the noise may also take the image of any other attack in the ball.
         clean = outcomes[CLEAN]
         others = [clean.scores[:, :1] + clean.rejected[:, :1]]
         others += [outcomes[n].scores[:, :1] for n, a in self.attacks.items() if a.threat == threat]

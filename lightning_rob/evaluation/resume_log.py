@@ -40,8 +40,7 @@ def checksums(x: Tensor) -> list[int]:
 class ResumeLog:
     """Outcomes of the batches that an evaluation has finished, in a folder of its own, if any.
 
-    Each process appends a line of JSON per batch and attack to a file of its own and waits until it
-    is on the disk. A result is reused for the same image only, pixel by pixel, with the same label.
+    Each process appends a line of JSON per batch and attack to a file of its own.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class ResumeLog:
         with self.path.open("a") as file:
             # The line break comes first, so that a line broken off before spoils no other.
             file.write("\n" * (file.tell() > 0) + json.dumps(fields))
-            file.flush()
+            file.flush()  # and wait: what is on the disk outlives a kill of the machine
             os.fsync(file.fileno())
 
     def delete(self) -> None:
@@ -115,6 +114,7 @@ class ResumeLog:
             self.seconds[name] += seconds
 
     def _keys(self, x: Tensor, y: Tensor, index: Tensor) -> list[Key]:
+        # A result is reused for the same image only, pixel by pixel, with the same label.
         rows = list(zip(index.tolist(), checksums(x), y.tolist(), strict=True))
         # Where predictions depend on the whole batch, only the same batch has the same result.
         batch = crc32(str(rows).encode()) if self.joint else 0

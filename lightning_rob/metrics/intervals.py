@@ -52,9 +52,7 @@ def student(values: Sequence[float], level: float = 0.95) -> tuple[float, float]
 def wilson_over_draws(values: Sequence[float], n: int, level: float = 0.95) -> tuple[float, float]:
     """Compute the interval of a mean over images and over draws that all images share.
 
-    Such draws are a defender's private randomness or the members of an ensemble. Both sources of
-    randomness are assumed to be independent: the half widths of `wilson` and `student` add in
-    square.
+    Such draws are a defender's private randomness or the members of an ensemble.
 
     Args:
         values: accuracy of the same n images by draw; of a single draw the interval is Wilson's.
@@ -62,6 +60,7 @@ def wilson_over_draws(values: Sequence[float], n: int, level: float = 0.95) -> t
     mean = fmean(values)
     low, high = wilson(mean, n, level)
     if len(values) > 1:
+        # Images and draws are assumed to be independent: the half widths add in square.
         t_low, t_high = student(values, level)
         low = max(0.0, mean - math.hypot(mean - low, mean - t_low))
         high = min(1.0, mean + math.hypot(high - mean, t_high - mean))

@@ -46,7 +46,6 @@ class AdversarialTraining(RobustModule):
         fraction: share of each batch that is attacked, its first images; the others stay clean.
         trades_beta: weight of the TRADES term (Zhang et al. 2019, eq. 5), whose attack, a PGD with
             random start, maximises the divergence; None trains by cross-entropy.
-        lr_scheduler: optimizer -> schedule, stepped once an epoch.
         defense: network -> defense that is trained and attacked.
         draws: number of draws of a random defense per image in the loss; None takes as many as
             for a prediction.

@@ -110,7 +110,7 @@ class SequentialTraining(RobustModule):
 
     def check_trainer(self, trainer: Trainer) -> None:
         total, wanted = sum(self.epochs), trainer.max_epochs
-        if wanted != total and not _is_trial(trainer):
+        if wanted != total and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             raise MisconfigurationException(
                 f"trainer.max_epochs must be {total}, the sum of model.epochs {self.epochs}, "
                 f"got {wanted}"
@@ -138,7 +138,7 @@ class SequentialTraining(RobustModule):
             self._finish_member()
 
     def _finish_member(self) -> None:
-        if self.monitor is None or _is_trial(self.trainer):
+        if self.monitor is None or self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         if self.best["value"] is None:
             raise MisconfigurationException(
@@ -153,10 +153,6 @@ class SequentialTraining(RobustModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = self.saved_state(checkpoint, "staged")
         self.stage, self.best = state["stage"], state["best"]
-
-
-def _is_trial(trainer: Trainer) -> bool:
-    return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
 
 
 class BAT(SequentialTraining):

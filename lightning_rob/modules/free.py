@@ -33,7 +33,6 @@ class FreeTraining(RobustModule):
         net: builds the network, [B, C, H, W] -> [B, K].
         threat: the ball; linf in the paper, or l2; not relative.
         replays: m, at least 1; the paper uses 8 for CIFAR-10 and 4 for ImageNet.
-        lr_scheduler: optimizer -> schedule, stepped once an epoch.
         attack_target: checkpoint of a trained network of the same architecture, whose adversarial
             images to train on, like the second member of BAT (ARC paper, appendix B.1). The
             perturbation follows its gradient, at one more forward and backward pass per replay.

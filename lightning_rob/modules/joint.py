@@ -65,7 +65,6 @@ class JointTraining(RobustModule):
             ones.
         attack: train on its adversarial images of the ensemble; None trains on clean images.
         checkpoints: weights that members start from, one path or null per member.
-        lr_scheduler: optimizer -> schedule, stepped once an epoch.
     """
 
     defense: Ensemble

@@ -29,7 +29,6 @@ class DANN(RobustModule):
             such as `DANNNet`.
         scale: final weight of the reversed gradient, which grows from 0 over the steps of the run;
             Chen et al. (2022) use 0.1 for MNIST and 1 for CIFAR-10.
-        lr_scheduler: optimizer -> schedule, stepped once an epoch.
     """
 
     defense: Single
@@ -89,7 +88,6 @@ class TADV(RobustModule):
         attack: makes the adversarial images.
         fraction: share of each batch that is attacked, in (0, 1]: its last images; also their
             weight.
-        lr_scheduler: optimizer -> schedule, stepped once an epoch.
     """
 
     def __init__(

@@ -121,6 +121,7 @@ class TRS(JointTraining):
         return replace(self.threat, eps=eps)
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        # Both terms are of gradients by the image, which training differentiates by the weights.
         x = self.attacked(x, y).detach().requires_grad_()
         losses, gradients = losses_and_gradients(self.members, x, y)
         rough_x = roughest(self.members, x, y, self.current_threat(), self.steps, self.noise)

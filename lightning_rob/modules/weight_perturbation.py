@@ -13,10 +13,7 @@ TINY = 1e-20
 
 
 def loss_at_perturbed_weights(
-    defense: nn.Module,
-    loss: Callable[..., Tensor],
-    batch: tuple[Tensor, ...],
-    gamma: float,
+    defense: nn.Module, loss: Callable[..., Tensor], batch: tuple[Tensor, ...], gamma: float
 ) -> Tensor:
     """Return the loss at weights that were moved to raise it (Wu et al. 2020, eq. 10, one step).
 

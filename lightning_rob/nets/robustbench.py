@@ -115,8 +115,7 @@ LINF = {
         "Gowal2021Improving_70_16_ddpm_100m Pang2022Robustness_WRN70_16 Wang2023Better_WRN-70-16",
     ),
     **_alike(
-        resnet(18),
-        "Sehwag2021Proxy_R18 Addepalli2021Towards_RN18 Addepalli2022Efficient_RN18",
+        resnet(18), "Sehwag2021Proxy_R18 Addepalli2021Towards_RN18 Addepalli2022Efficient_RN18"
     ),
     **_alike(
         gowal_preact(),
@@ -147,10 +146,7 @@ L2 = {
         "Gowal2020Uncovering Gowal2020Uncovering_extra Rebuffi2021Fixing_70_16_cutmix_ddpm "
         "Rebuffi2021Fixing_70_16_cutmix_extra Wang2023Better_WRN-70-16",
     ),
-    **_alike(
-        gowal(28, 10),
-        "Rebuffi2021Fixing_28_10_cutmix_ddpm Wang2023Better_WRN-28-10",
-    ),
+    **_alike(gowal(28, 10), "Rebuffi2021Fixing_28_10_cutmix_ddpm Wang2023Better_WRN-28-10"),
     **_alike(gowal_preact(), "Rebuffi2021Fixing_R18_cutmix_ddpm Rade2021Helper_R18_ddpm"),
     "Standard": wide(28, 10),
     "Engstrom2019Robustness": LINF["Engstrom2019Robustness"],

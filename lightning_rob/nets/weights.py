@@ -2,7 +2,6 @@
 
 import os
 import re
-import textwrap
 import warnings
 import zipfile
 from collections import Counter
@@ -20,7 +19,6 @@ from lightning_rob.nets.normalize import Normalize
 from lightning_rob.runtime.files import check_file, manifest_path
 
 State = dict[str, Tensor]
-LINE = 96  # characters of an error message's line
 
 
 def load_weights(
@@ -52,7 +50,7 @@ def load_weights(
         FileNotFoundError: there is no such file.
         ValueError: not a checkpoint, none or several such networks, or weights that are not finite.
     """
-    tensors = read_tensors(path)
+    tensors = dict(named_tensors(read_file(path)))
     candidates, statistics = _candidates(net, tensors, rename, drop)
     if normalizer is None:
         _check_statistics(net, statistics, path)
@@ -92,7 +90,7 @@ def member_prefixes(
     Raises:
         ValueError: the file is not a checkpoint, or holds no or several such ensembles.
     """
-    tensors = read_tensors(path)
+    tensors = dict(named_tensors(read_file(path)))
     places = []
     for net in nets:
         candidates, _ = _candidates(net, tensors, rename, drop)
@@ -146,11 +144,6 @@ def read_file(path: str | os.PathLike[str]) -> Any:
         text = f"{path} was written without a digest: damage would not be seen"
         warnings.warn(text, stacklevel=2)
     return content
-
-
-def read_tensors(path: str | os.PathLike[str]) -> State:
-    """Return all tensors of a checkpoint by their dotted names; errors as of `read_file`."""
-    return dict(named_tensors(read_file(path)))
 
 
 def named_tensors(tree: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -262,14 +255,9 @@ def _differences(net: nn.Module, state: State) -> str:
             if name in state and state[name].shape != entry.shape
         ],
     }
-    parts = []
-    for kind, names in kinds.items():
-        text = ", ".join(names)
-        if len(text) > LINE:  # on lines of their own
-            lines = textwrap.wrap(text, LINE, break_long_words=False, break_on_hyphens=False)
-            text = "\n" + textwrap.indent("\n".join(lines), "    ")
-        parts += [f"{len(names)} {kind} ({text})"] if names else []
-    return "; ".join(parts)
+    found = {kind: names for kind, names in kinds.items() if names}
+    # All of them: with these names a user writes `rename`.
+    return "; ".join(f"{len(names)} {kind} ({', '.join(names)})" for kind, names in found.items())
 
 
 def _shortened(names: Sequence[str], most: int = 3) -> str:
@@ -278,7 +266,8 @@ def _shortened(names: Sequence[str], most: int = 3) -> str:
 
 def _check_statistics(net: nn.Module, found: Mapping[str, _Statistics], path: object) -> None:
     """Refuse a checkpoint whose images were normalised by other numbers than the network's."""
-    own = [torch.stack([layer.mean, layer.std]).flatten(1) for layer in _layers(net)]
+    layers = [layer for layer in net.modules() if isinstance(layer, Normalize)]
+    own = [torch.stack([layer.mean, layer.std]).flatten(1) for layer in layers]
     for place, (names, values) in found.items():
         # Of another number of channels they are not of these images.
         other = [
@@ -296,7 +285,7 @@ def _check_statistics(net: nn.Module, found: Mapping[str, _Statistics], path: ob
 
 
 def _take_statistics(net: nn.Module, tensors: State, path: object, normalizer: str) -> None:
-    layers, known = _layers(net), _statistics(tensors)
+    layers, known = [m for m in net.modules() if isinstance(m, Normalize)], _statistics(tensors)
     found = {p: one.values for p, one in known.items() if f".{p}".endswith(f".{normalizer}")}
     if not layers:
         raise ValueError(f"{type(net).__name__} has no Normalize, got normalizer={normalizer!r}")
@@ -310,10 +299,6 @@ def _take_statistics(net: nn.Module, tensors: State, path: object, normalizer: s
         raise ValueError(f"{path} holds several that differ: pass normalizer= one of {several}")
     for layer in layers:
         layer.set_statistics(first)
-
-
-def _layers(net: nn.Module) -> list[Normalize]:
-    return [layer for layer in net.modules() if isinstance(layer, Normalize)]
 
 
 def _rounded(statistics: Tensor) -> str:

@@ -8,10 +8,8 @@ VARIABLE = "LIGHTNING_ROB_CALLBACKS"
 
 
 def callbacks() -> list[Any]:
-    """Return the plug-ins that LIGHTNING_ROB_CALLBACKS names, such as "adaptive_pgd,arc".
-
-    Lightning asks for them whenever a `Trainer` is built. Without the variable nothing is imported.
-    """
+    """Return the plug-ins that LIGHTNING_ROB_CALLBACKS names, such as "adaptive_pgd,arc"."""
+    # Lightning asks whenever a `Trainer` is built: without the variable nothing is imported.
     names = [name.strip() for name in os.environ.get(VARIABLE, "").split(",")]
     if not any(names):
         return []

@@ -25,15 +25,14 @@ _decided = False  # whether an enclosing `in_float32` has set the flags
 def in_float32(tf32: bool | None = None) -> Iterator[None]:
     """Compute float32 convolutions and matrix products in float32; restore the flags afterwards.
 
-    torch lets cuDNN round the inputs of convolutions to 10 bits of mantissa (TF32), and
-    `torch.set_float32_matmul_precision("high")` does so for matrix products. These are flags of the
-    process. torch has two interfaces to them, and raises an error where the older is asked and
-    disagrees with the newer, so both are set.
-
     Args:
         tf32: False for full precision, True for TF32 on NVIDIA GPUs. None for full precision,
             unless an enclosing `in_float32` has chosen already.
     """
+    # torch lets cuDNN round the inputs of convolutions to 10 bits of mantissa (TF32), and
+    # `torch.set_float32_matmul_precision("high")` does so for matrix products. These are flags of
+    # the process. torch has two interfaces to them, and raises an error where the older is asked
+    # and disagrees with the newer, so both are set.
     global _decided
     if tf32 is None and _decided:
         yield

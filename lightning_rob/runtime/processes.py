@@ -29,8 +29,7 @@ class SignalHandler:
     """Handler that ends a run by SystemExit with 128 + the signal's number, as shells expect.
 
     It leaves at once, or, while `defer()` is true, at the next call of `leave`. A second signal
-    never waits. Python handles a signal between two bytecodes only; `watch` ends a process that is
-    stuck inside a call, such as a collective whose other side hangs.
+    never waits.
     """
 
     def __init__(self) -> None:
@@ -68,6 +67,8 @@ class SignalHandler:
 
     def watch(self, pipe: int) -> None:
         """Exit the process if Python does not handle a signal in time; runs in a thread."""
+        # Python handles a signal between two bytecodes only: a process may be stuck inside a call,
+        # such as a collective whose other side hangs.
         waiting, since = 0, 0.0
         while True:
             ready, _, _ = select.select([pipe], [], [], 0.5 if waiting else None)
@@ -124,17 +125,15 @@ def _register_fork_reset() -> None:
 
 
 def link_to_parent() -> None:
-    """Record this process as the parent of the ranks it launches; a rank exits with its parent.
-
-    A rank that hangs in a collective reacts to nothing but SIGKILL, and its parent may not live to
-    send it: on Linux the kernel does, elsewhere a thread.
-    """
+    """Record this process as the parent of the ranks it launches; a rank exits with its parent."""
     if "LOCAL_RANK" not in os.environ:
         os.environ[PARENT] = str(os.getpid())
         return
     parent = int(os.environ.get(PARENT, "0"))
     if not parent or parent == os.getpid():  # torchrun and SLURM supervise their own ranks
         return
+    # A rank that hangs in a collective reacts to nothing but SIGKILL, and its parent may not live
+    # to send it: on Linux the kernel does, elsewhere a thread.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     else:

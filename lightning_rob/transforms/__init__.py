@@ -7,13 +7,7 @@ from torch import nn
 
 from lightning_rob.runtime.errors import nearest
 from lightning_rob.transforms.base import Transform
-from lightning_rob.transforms.blur import (
-    Bilateral,
-    BoxBlur,
-    GaussianBlur,
-    MedianBlur,
-    MotionBlur,
-)
+from lightning_rob.transforms.blur import Bilateral, BoxBlur, GaussianBlur, MedianBlur, MotionBlur
 from lightning_rob.transforms.color import (
     HSV,
     LAB,

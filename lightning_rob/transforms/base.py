@@ -187,15 +187,9 @@ def differentiates(x: Tensor) -> bool:
 
 
 def clip(x: Tensor, low: float, high: float) -> Tensor:
-    """Clamp with slope 1 at the bounds too, where torch's slope depends on its release.
-
-    With slope 0 there, an attack would not see the black and the white pixels of an image. The
-    slope is 1 within rounding of the bounds as well: a blur, whose weights sum to one but for
-    rounding, may take white a little beyond white.
-    """
-    if not differentiates(x):
-        return x.clamp(low, high)
-    return _Clip.apply(x, low, high)
+    """Clamp with slope 1 at the bounds too, where torch's slope depends on its release."""
+    # With slope 0 there, an attack would not see the black and the white pixels of an image.
+    return _Clip.apply(x, low, high) if differentiates(x) else x.clamp(low, high)
 
 
 class _Clip(torch.autograd.Function):
@@ -210,6 +204,7 @@ class _Clip(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, float, float], output: Tensor) -> None:
         x, low, high = inputs
+        # A blur, whose weights sum to one but for rounding, may take white a little beyond white.
         slack = ROUNDING * torch.finfo(x.dtype).eps * max(abs(low), abs(high))
         ctx.low, ctx.high = low - slack, high + slack
         ctx.save_for_backward(x)

@@ -82,6 +82,7 @@ class ContrastStretch(Transform):
         return black, between(x, 0, self.tail, generator=generator)
 
     def apply(self, x: Tensor, black: Tensor, white: Tensor) -> Tensor:
+        # By sorting, as `torch.quantile` takes one percentile for all images.
         ranked = x.detach().flatten(1).sort(1).values
         last = ranked.shape[1] - 1
         low = ranked.gather(1, (black * last).round().long()[:, None])

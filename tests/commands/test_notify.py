@@ -12,10 +12,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from lightning_rob.commands.destinations import AUTHORIZATION, check_destinations, receiver_name
 from lightning_rob.commands.monitor import notify
 from lightning_rob.commands.monitor.history import History
 from lightning_rob.commands.monitor.notify import Outbox
+from lightning_rob.commands.monitor.urls import AUTHORIZATION, check_destinations, receiver_name
 
 SECRET = "Bearer s3cret-token"
 

@@ -18,12 +18,11 @@ from lightning_rob.callbacks.robust_eval import full_defense
 from lightning_rob.cli.lightning_cli import RobustCLI
 from lightning_rob.cli.options import read_command_line
 from lightning_rob.commands.checkpoints import load_weights, read_checkpoint
-from lightning_rob.commands.sweep import SweepConfig
+from lightning_rob.commands.sweep import SweepConfig, parse_values
 from lightning_rob.commands.sweep.study import (
     ResultCache,
     changed,
 )
-from lightning_rob.commands.sweep.values import parse_values
 from lightning_rob.defenses import Ensemble, first_member
 from lightning_rob.evaluation import optimal_sampling
 from lightning_rob.metrics import robust_accuracy
@@ -316,7 +315,7 @@ def test_lists_of_values():
 
 
 def test_options_without_meaning():
-    for options, message in (
+    for (over, values, *best), message in (
         (("epsilon", "1"), "--over must be one of probability"),
         (("eps", ""), "--values must name at least one value"),
         (("eps", "1:2:0"), "--values takes numbers, fractions"),
@@ -327,7 +326,7 @@ def test_options_without_meaning():
         (("eps", "1", "apgd"), "no meaning over eps"),
     ):
         with pytest.raises(ValueError, match=message):
-            SweepConfig(*options)
+            SweepConfig(over=over, values=values, best="".join(best) or None)
 
 
 def test_bad_input_gets_one_line_before_anything_runs(trained, tmp_path, capsys):

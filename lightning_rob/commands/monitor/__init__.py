@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from lightning_rob.commands.config import CommandConfig
-from lightning_rob.commands.destinations import check_destinations
-from lightning_rob.commands.locations import check_remote
+from lightning_rob.commands.monitor.urls import check_destinations, check_remote
 from lightning_rob.commands.thresholds import parse_thresholds
 from lightning_rob.comparisons import SIGNIFICANT
 from lightning_rob.runtime.errors import visible
@@ -68,20 +67,6 @@ class MonitorConfig(CommandConfig):
     out: Path | None = None
 
     def __post_init__(self) -> None:
-        self._check_run()
-        for name in ("every", "reevaluate"):
-            time = getattr(self, name)
-            if time is not None and not 0 < time < float("inf"):
-                raise ValueError(f"--{name} must be above 0, got {time:g}")
-        _ = self.level, self.minima  # raise errors before anything is built
-        check_destinations(self.notify or ())
-        for name in ("serve_host", "template"):
-            if self.serve is None and getattr(self, name) not in (LOCAL, None):
-                raise ValueError(f"--{name} is for --serve, which is not given")
-        if self.serve is not None and not 0 <= self.serve < 65536:
-            raise ValueError(f"--serve must be in 0 … 65535, got {self.serve}")
-
-    def _check_run(self) -> None:
         if self.models:
             if self.run or self.label or self.out:
                 raise ValueError("--models names each run, label and out: leave out those options")
@@ -93,6 +78,17 @@ class MonitorConfig(CommandConfig):
                 raise ValueError(f"{self.url} needs --out FOLDER: the history is a local file")
         elif not Path(self.run).exists():
             raise MissingRun(f"there is no folder or checkpoint {self.run}")
+        for name in ("every", "reevaluate"):
+            time = getattr(self, name)
+            if time is not None and not 0 < time < float("inf"):
+                raise ValueError(f"--{name} must be above 0, got {time:g}")
+        _ = self.level, self.minima  # raise errors before anything is built
+        check_destinations(self.notify or ())
+        for name in ("serve_host", "template"):
+            if self.serve is None and getattr(self, name) not in (LOCAL, None):
+                raise ValueError(f"--{name} is for --serve, which is not given")
+        if self.serve is not None and not 0 <= self.serve < 65536:
+            raise ValueError(f"--serve must be in 0 … 65535, got {self.serve}")
 
     @property
     def is_over(self) -> bool:

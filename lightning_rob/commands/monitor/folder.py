@@ -68,10 +68,7 @@ class Waiting(NamedTuple):
 
 
 class CheckpointFolder:
-    """Scans a source, and records checkpoints that appear, are broken or are deleted too soon.
-
-    Each version is read once; its content stays in memory until the evaluation, up to `HELD` bytes.
-    """
+    """Scans a source, and records checkpoints that appear, are broken or are deleted too soon."""
 
     def __init__(self, source: Source, history: History, record: Callable[[Fields], None]) -> None:
         self.source = source
@@ -172,6 +169,7 @@ class CheckpointFolder:
         recipe = hashlib.sha256(json.dumps(model, sort_keys=True, default=str).encode())
         hashes = file, weights_of(content), recipe.hexdigest()
         self.found[name] = found = CheckpointFile(name, stamp, *hashes, epoch, step, config)
+        # Read once: its content stays in memory until the evaluation, up to `HELD` bytes.
         if not self.held or size + sum(other for _, other in self.held.values()) <= HELD:
             self.held[name, stamp] = content, size
         self.record({"event": "seen", READ: list(stamp), "config": config} | found.facts)

@@ -45,8 +45,7 @@ def identity(line: Fields) -> Identity:
 class History:
     """The lines of `monitor.jsonl`, which only one process at a time appends to.
 
-    Lines that belong together are written at once, the last one with an `event`. A kill may leave a
-    part of such a group; opening the file cuts it off.
+    Lines that belong together are written at once, the last one with an `event`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -62,6 +61,7 @@ class History:
 
                 # It ends with a killed process, even if a child of it lives on.
                 fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # A kill may have left a part of a group of lines, which is cut off.
             self.file.seek(0)
             self.lines, end = _whole_groups(self.file.read())
             self.file.truncate(end)

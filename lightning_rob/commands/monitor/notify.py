@@ -14,9 +14,9 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
-from lightning_rob.commands.destinations import WEB, authorization, public_name, receiver_name
 from lightning_rob.commands.monitor.display import warn
 from lightning_rob.commands.monitor.history import JUDGED, AlarmState, Fields, History, timestamp
+from lightning_rob.commands.monitor.urls import WEB, authorization, public_name, receiver_name
 from lightning_rob.evaluation.records import with_schema
 from lightning_rob.evaluation.results import WORST
 

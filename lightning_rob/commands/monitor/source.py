@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from lightning_rob.commands.locations import parse_model
+from lightning_rob.commands.monitor.urls import parse_model
 from lightning_rob.runtime.errors import InputError, visible
 from lightning_rob.runtime.files import UNWRITABLE, manifest_name, manifest_path, stamp_of
 

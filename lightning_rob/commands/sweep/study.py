@@ -17,9 +17,8 @@ from lightning_rob.callbacks.measurement import Measurement, measure
 from lightning_rob.callbacks.robust_eval import full_defense
 from lightning_rob.commands.base import Run, without_reporting
 from lightning_rob.commands.scores import ScoreFiles, Scores, scores_by_name
-from lightning_rob.commands.sweep import SweepConfig
+from lightning_rob.commands.sweep import OF_DEFENSE, OPTIMAL, SweepConfig, Value
 from lightning_rob.commands.sweep.table import Row, SweepTable
-from lightning_rob.commands.sweep.values import OF_DEFENSE, OPTIMAL, Value
 from lightning_rob.defenses import Defense, Ensemble
 from lightning_rob.evaluation import optimal_sampling, worst_case
 from lightning_rob.evaluation.records import Result, append_records, measured, versions

@@ -7,8 +7,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from lightning_rob.commands.sweep import SweepConfig
-from lightning_rob.commands.sweep.values import OF_DEFENSE, Value
+from lightning_rob.commands.sweep import OF_DEFENSE, SweepConfig, Value
 from lightning_rob.evaluation.records import Result, append_records
 from lightning_rob.evaluation.results import WORST
 from lightning_rob.plots import Curve, curves, save

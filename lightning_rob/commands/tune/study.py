@@ -69,12 +69,10 @@ class Search:
     def observations(
         self, trials: Sequence[Observation], pending: Sequence[Point]
     ) -> list[tuple[Point, float]]:
-        """Return each point within the bounds once, with its mean objective.
-
-        A failed trial counts as the worst one: without it its neighbourhood would be tried again.
-        """
+        """Return each point within the bounds once, with its mean objective."""
         ended = [(point, o) for point, o in trials if o is not None]
         found = [objective for _, objective in ended] or [0.0]
+        # A failed trial counts as the worst one: else its neighbourhood would be tried again.
         failed = ((point, min(found)) for point, o in trials if o is None)
         running = ((point, fmean(found)) for point in pending)
         places: dict[tuple[float, ...], list[float]] = {}

@@ -46,11 +46,7 @@ from lightning_rob.transforms.pool.spatial import (
 SHARE = 0.15  # of the image's side: the length of a shift
 
 GROUPS: dict[str, dict[str, Transform]] = {
-    "rotate": {
-        "rotate_90": Rotate(1),
-        "rotate_180": Rotate(2),
-        "rotate_270": Rotate(3),
-    },
+    "rotate": {"rotate_90": Rotate(1), "rotate_180": Rotate(2), "rotate_270": Rotate(3)},
     "shift": {
         "shift_left": Shift(columns=-SHARE),
         "shift_right": Shift(columns=SHARE),
@@ -95,14 +91,8 @@ GROUPS: dict[str, dict[str, Transform]] = {
         "cartoon_gaussian_type3": Cartoon(2, 0, 9, 7, gaussian=True, color=100),
         "cartoon_gaussian_type4": Cartoon(1, 10, 5, 5, gaussian=True),
     },
-    "quantize": {
-        "quantize_4_colors": Quantize(4),
-        "quantize_8_colors": Quantize(8),
-    },
-    "distort": {
-        "distort_x": Distort("x"),
-        "distort_y": Distort("y"),
-    },
+    "quantize": {"quantize_4_colors": Quantize(4), "quantize_8_colors": Quantize(8)},
+    "distort": {"distort_x": Distort("x"), "distort_y": Distort("y")},
     "noise": {
         "noise_gaussian": Noise("gaussian"),
         "noise_localvar": Noise("localvar"),
@@ -145,9 +135,7 @@ GROUPS: dict[str, dict[str, Transform]] = {
         "geometric_iradon": RadonReconstruction(-100, 128),
         "geometric_iradon_sart": RadonReconstruction(-150, 150, algebraic=True),
     },
-    "segment": {
-        "seg_gradient": SegmentBorders(),
-    },
+    "segment": {"seg_gradient": SegmentBorders()},
 }
 
 

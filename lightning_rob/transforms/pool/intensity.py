@@ -9,13 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_rob.randomness import Generator, normal, uniform
-from lightning_rob.transforms.base import (
-    NumpyImage,
-    NumpyTransform,
-    Transform,
-    integers,
-    pinned,
-)
+from lightning_rob.transforms.base import NumpyImage, NumpyTransform, Transform, integers, pinned
 from lightning_rob.transforms.compress import jpeg
 from lightning_rob.transforms.noise import poisson_quantile
 
