@@ -32,6 +32,7 @@ from lightning_rob.commands.report.blocks import (
 )
 from lightning_rob.data import ImageData
 from lightning_rob.defenses import Defense
+from lightning_rob.defenses.transductive import give_source
 from lightning_rob.evaluation.worst import WORST
 from lightning_rob.metrics import wilson_over_draws
 from lightning_rob.runtime.errors import InputError, visible
@@ -87,6 +88,7 @@ def run(
     for one in config.own(found):
         try:
             defense = load(one.model)
+            give_source(defense, data.labelled)
             if config.evaluate and not one.scores:
                 print(f"{one.folder.name}: attacking", flush=True)
                 one.evaluate(protocol, defense, batches)
