@@ -58,8 +58,9 @@ def autoattack(net, x, y, passes):
 
 
 def standard(net, x, y, passes):
-    """AutoAttack as published, with as many passes as it takes."""
-    return AutoAttack(THREAT)(net.defense(), x, y, torch.Generator().manual_seed(0))
+    """AutoAttack as published, with as many passes as it takes: "rand" on random defenses."""
+    attack = AutoAttack(THREAT, "rand" if net.random else "standard")
+    return attack(net.defense(), x, y, torch.Generator().manual_seed(0))
 
 
 ATTACKS = {f.__name__: f for f in (weak, hand, auto, schedule, autoattack, standard)}
