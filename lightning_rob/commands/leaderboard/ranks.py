@@ -68,12 +68,13 @@ def ranks(scores: Sequence[Array]) -> list[tuple[int, int]]:
 def agreement(scores: Sequence[Array], seed: int = 0) -> tuple[float, float, float]:
     """Return Kendall's tau between the orders by two trainings, and its 95 % interval.
 
-    It is the mean over all pairs of trainings that every defense has; the interval is of the
-    bootstrap over defenses. NaN with fewer than two trainings or three defenses.
+    It is the mean over all pairs of trainings that all defenses with several have; the interval is
+    of the bootstrap over defenses. NaN with fewer than three such defenses.
     """
+    scores = [score for score in scores if len(score) > 1]
     common = min(map(len, scores), default=0)
     means = np.array([score[:common].mean(1) for score in scores])
-    if common < 2 or len(means) < 3:
+    if len(means) < 3:
         return np.nan, np.nan, np.nan
     draws = np.random.default_rng(seed).integers(len(means), size=(RESAMPLES, len(means)))
     found = [float(np.mean([*_taus(means[chosen])])) for chosen in draws]
