@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_rob.attacks import Attack, Auto
 from lightning_rob.certify import certify
 from lightning_rob.defenses import Defense
-from lightning_rob.evaluation import EvaluationResult, evaluate
+from lightning_rob.evaluation import EvaluationResult, RoundProtocol, evaluate
 from lightning_rob.evaluation.records import versions, with_schema
 from lightning_rob.evaluation.suites import suite_for
 from lightning_rob.evaluation.worst import WORST
@@ -188,6 +188,7 @@ def scored(
         batches,
         seed=protocol.seed,
         inferences=1 if adapts else protocol.inferences,
+        protocol=RoundProtocol(images=protocol.images) if adapts else None,
         known_noise=not adapts,
         power=0 if adapts else protocol.power,
         progress=False,
