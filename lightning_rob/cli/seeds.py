@@ -94,7 +94,10 @@ def _trained(folder: Path, seed: int, rest: Sequence[str]) -> bool:
 
 def tested(folder: Path, seed: int) -> list[AttackResult]:
     """Return the results of the last test of a seed's run; none without one."""
-    runs = find_runs([folder]) if folder.is_dir() else []
+    try:
+        runs = find_runs([folder])
+    except FileNotFoundError:  # no folder; or no records in it: the first training was interrupted
+        return []
     own = [run.evaluations for run in runs if f"seed_{seed}" in run.folder.parts]
     return own[0].last() if own and "test" in own[0].by_stage else []
 

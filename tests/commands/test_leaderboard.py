@@ -1,6 +1,7 @@
 """A leaderboard ranks what follows its protocol, and says why others have no rank."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -169,6 +170,8 @@ def test_no_submission_stops_the_others(board, tmp_path, capsys):
         (folder / name / "submission.yaml").write_text(text)
     shutil.copytree(folder / "BAT_0", folder / "no_json")
     (folder / "no_json/scores.json").write_text("{")
+    shutil.copytree(folder / "BAT_0", folder / "pipe", ignore=lambda *_: ["last.ckpt"])
+    os.mkfifo(folder / "pipe/last.ckpt")
     shutil.copytree(folder / "BAT_0", folder / "markup")
     markup = "<script>alert(1)</script> | \x1b[31m\n# x"
     (folder / "markup/submission.yaml").write_text(yaml.safe_dump({"name": markup, "training": 1}))
@@ -180,6 +183,7 @@ def test_no_submission_stops_the_others(board, tmp_path, capsys):
         assert any(line.startswith(f"{name}: ") and reason in line for line in out.splitlines()), (
             name
         )
+    assert "pipe: last.ckpt is no file" in out
     assert "no_json: " in out and "\x1b" not in out
     assert "<script>alert" not in (folder / "leaderboard.html").read_text()
     assert "<script>alert" not in (folder / "leaderboard.md").read_text()

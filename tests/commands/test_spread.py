@@ -143,6 +143,13 @@ def test_no_part_outlives_the_command_or_begins_anew(number, tmp_path):
             os.killpg(command.pid, signal.SIGKILL)
 
 
+def test_a_run_without_a_record_is_not_tested(tmp_path):
+    """It was interrupted in the first training: the same command goes on."""
+    assert seeds.tested(tmp_path / "nowhere", 0) == []
+    (tmp_path / "lightning_logs/seed_0/checkpoints").mkdir(parents=True)
+    assert seeds.tested(tmp_path, 0) == []
+
+
 def test_a_changed_recipe_is_another_experiment(tmp_path, monkeypatch):
     folders = []
     monkeypatch.chdir(tmp_path)

@@ -92,6 +92,8 @@ class Submission:
         """Return the submission of a folder, with its scores, or the reason why it has no rank."""
         path = folder / SCORES
         try:
+            if odd := [one for one in folder.iterdir() if not (one.is_file() or one.is_dir())]:
+                raise ValueError(f"{odd[0].name} is no file")  # to read a pipe never ends
             own = ("folder", "scores", "reasons")
             found = cls(folder, **_known(cls, folder / "submission.yaml", own))
             found.scores = json.loads(path.read_text("utf-8")) if path.is_file() else {}
