@@ -254,7 +254,7 @@ def entering(
             return None
         if stand_in is None:
             return (_Entering.apply(z, x), *inputs[1:]) if z.shape == x.shape else None
-        other = stand_in(x).to(z)
+        other = stand_in(x.float()).to(z)  # its weights are single precision
         if z.shape != other.shape or (z.is_leaf and z.requires_grad):
             return None  # such a leaf is a purifier's, which asks for its gradient
         return _Value.apply(z, other), *inputs[1:]

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -18,7 +17,7 @@ from lightning_rob.commands.config import SpreadConfig
 from lightning_rob.commands.report.runs import AttackResult, find_runs
 from lightning_rob.runtime.errors import Fault, InputError, visible
 from lightning_rob.runtime.files import atomic_write_text
-from lightning_rob.runtime.spread import spread
+from lightning_rob.runtime.spread import ending_children, run_child, spread
 
 
 @dataclass(frozen=True)
@@ -39,15 +38,19 @@ class SeedsConfig(SpreadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(set(self.numbers)) < 2:
+        if len(self.numbers) < 2:
             raise ValueError(f"--seeds takes two seeds or more, such as 0..4, got {self.seeds!r}")
 
     @property
     def numbers(self) -> list[int]:
         """The seeds."""
         try:
-            parts = [[int(n) for n in part.split("..")] for part in str(self.seeds).split(",")]
-            return [seed for part in parts for seed in range(part[0], part[-1] + 1)]
+            ends = [part.partition("..") for part in str(self.seeds).split(",")]
+            spans = [range(int(a), int(b if dots else a) + 1) for a, dots, b in ends]
+            if min(span.start for span in spans) < 0:
+                raise ValueError  # Lightning refuses such a seed
+            # One given twice is one training.
+            return [*dict.fromkeys(seed for span in spans for seed in span)]
         except ValueError:
             raise ValueError(f"--seeds are such as 0..4 or 0,3,7, got {self.seeds!r}") from None
 
@@ -65,12 +68,15 @@ def fit_seeds(args: Sequence[str]) -> None:
     recipes = [
         Path(arg.partition("=")[2]).stem for arg in rest if arg.startswith(("--config", "-c"))
     ]
-    # Other options are another experiment: its trainings must not count as done.
-    digest = hashlib.sha256(json.dumps(rest).encode()).hexdigest()[:8]
+    # Other options or another recipe are another experiment: its trainings must not count as done.
+    files = [path for arg in rest if (path := Path(arg.partition("=")[2])).is_file()]
+    known = json.dumps([rest, [path.read_text("utf-8", "replace") for path in files]])
+    digest = hashlib.sha256(known.encode()).hexdigest()[:8]
     folder = Path("logs") / "_".join([*recipes, "seeds", digest])
     if count := config.ray or (config.workers if config.workers > 1 else 0):
         spread(["fit", *own, *rest], count, ray=config.ray > 0)
-    failed = [seed for seed in config.own(config.numbers) if not _trained(folder, seed, rest)]
+    with ending_children():
+        failed = [seed for seed in config.own(config.numbers) if not _trained(folder, seed, rest)]
     if config.part is None:
         _summarize(folder, config.numbers)
     if failed:
@@ -82,13 +88,16 @@ def _trained(folder: Path, seed: int, rest: Sequence[str]) -> bool:
         return True
     place = [f"--trainer.logger.save_dir={folder}", f"--trainer.logger.version=seed_{seed}"]
     line = ["fit", *rest, f"--seed_everything={seed}", "--test_after_fit=true", *place]
-    done = subprocess.run([sys.executable, "-m", "lightning_rob", *line], check=False)
-    return done.returncode == 0 and bool(tested(folder, seed))
+    code, _ = run_child([sys.executable, "-m", "lightning_rob", *line])
+    return code == 0 and bool(tested(folder, seed))
 
 
 def tested(folder: Path, seed: int) -> list[AttackResult]:
     """Return the results of the last test of a seed's run; none without one."""
-    runs = find_runs([folder]) if folder.is_dir() else []
+    try:
+        runs = find_runs([folder])
+    except FileNotFoundError:  # no folder; or no records in it: the first training was interrupted
+        return []
     own = [run.evaluations for run in runs if f"seed_{seed}" in run.folder.parts]
     return own[0].last() if own and "test" in own[0].by_stage else []
 
@@ -98,6 +107,8 @@ def _summarize(folder: Path, seeds: Sequence[int]) -> None:
     from lightning_rob.metrics import student  # imports torch
 
     by_seed = {seed: found for seed in seeds if (found := tested(folder, seed))}
+    if not by_seed:
+        return
     table = Table(title=f"{len(by_seed)} trainings", title_justify="left")
     for head in ("attack", "on", "mean", "95 % over seeds", *(f"seed {seed}" for seed in by_seed)):
         table.add_column(head, justify="left" if head in ("attack", "on") else "right")

@@ -1,15 +1,21 @@
 """One command in several processes, each of which does a part of its work and records it."""
 
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from lightning_rob.runtime.errors import visible
 
 TRIES = 3  # of a part whose process is killed
+_children: set[subprocess.Popen[str]] = set()
+_ending = threading.Event()
 
 
 def spread(args: Sequence[str], workers: int, ray: bool = False) -> None:
@@ -29,7 +35,7 @@ def spread(args: Sequence[str], workers: int, ray: bool = False) -> None:
     if ray:
         problems = _on_ray(parts, cores, gpus / workers)
     else:
-        with ThreadPoolExecutor(workers) as pool:
+        with ThreadPoolExecutor(workers) as pool, ending_children():
             problems = [*pool.map(lambda part: run_part(*part), parts)]
     for number, problem in enumerate(problems, 1):
         if problem:
@@ -40,13 +46,54 @@ def run_part(args: Sequence[str], own: dict[str, str], folder: str) -> str:
     """Run the package's command in a folder; return its last line on stderr if it failed."""
     line = [sys.executable, "-m", "lightning_rob", *args]
     for _ in range(TRIES):
-        done = subprocess.run(
-            line, env=own | os.environ, cwd=folder, capture_output=True, text=True, check=False
+        pipe = subprocess.PIPE
+        code, errors = run_child(
+            line, env=own | os.environ, cwd=folder, stdout=subprocess.DEVNULL, stderr=pipe
         )
-        if done.returncode >= 0:  # else a signal ended it: memory, or a machine that is taken away
+        # Else a signal ended it: memory, or a machine that is taken away. Ctrl-C ends all.
+        if code >= 0 or code == -signal.SIGINT or _ending.is_set():
             break
-    lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-    return lines[-1] if done.returncode else ""
+    lines = errors.strip().splitlines() or [f"exit code {code}"]
+    return lines[-1] if code else ""
+
+
+def run_child(line: Sequence[str], **options: Any) -> tuple[int, str]:
+    """Run a process; return its exit code and stderr. `ending_children` may end it before."""
+    with subprocess.Popen(line, text=True, **options) as child:
+        _children.add(child)
+        if _ending.is_set():
+            child.terminate()
+        try:
+            errors = child.communicate()[1]
+        except BaseException:
+            child.terminate()  # leaving the block waits for it
+            raise
+        finally:
+            _children.discard(child)
+    return child.returncode, errors or ""
+
+
+@contextmanager
+def ending_children() -> Iterator[None]:
+    """End the children where the block is left by an error, SIGTERM (exit 143) or Ctrl-C (130)."""
+
+    def leave(signum: int, frame: Any) -> None:
+        raise SystemExit(128 + signum)
+
+    here = threading.current_thread() is threading.main_thread()
+    signals = (signal.SIGTERM, signal.SIGINT) if here else ()
+    handlers = {signum: signal.signal(signum, leave) for signum in signals}
+    _ending.clear()
+    try:
+        yield
+    except BaseException:
+        _ending.set()
+        for child in [*_children]:
+            child.terminate()
+        raise
+    finally:
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
 
 
 def _on_ray(

@@ -2,6 +2,7 @@
 
 import contextlib
 import warnings
+from copy import deepcopy
 from functools import cache
 
 import numpy
@@ -152,6 +153,15 @@ def test_a_network_learns_what_has_no_slope(before):
     assert not is_batch_separable(found.attack, Single(net))
     without = left_by(Auto(THREAT, PASSES, stand_in=0), net, x, y)
     assert without > left_plain() + 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_stand_in_serves_networks_of_any_precision(dtype):
+    x, y = images(4, seed=4)
+    net = Behind(Mean(deepcopy(trained_net(1))), before=lambda x: (1 - x).detach()).to(dtype)
+    attack = SurrogateGradient(APGD(THREAT, 3), enter="net.net", stand_in=4)
+    found = attack(Single(net), x.to(dtype), y, seeded())
+    assert found.dtype == dtype and not torch.equal(found, x.to(dtype))
 
 
 class Noisy(nn.Module):

@@ -1,14 +1,18 @@
 """A leaderboard ranks what follows its protocol, and says why others have no rank."""
 
 import json
+import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import yaml
 
+from lightning_rob.commands.leaderboard import submissions
 from lightning_rob.commands.leaderboard.ranks import agreement, difference, ranks
+from lightning_rob.threat import Threat
 from tests.tiny import TinyNet, fit, pgd, run
 
 PROTOCOL = {
@@ -110,11 +114,135 @@ def test_a_true_submission_passes_its_check(board):
     }
 
 
-@pytest.mark.parametrize("content", [{"tittle": "x"}, ["title"]])
-def test_unknown_keys_are_named(content, tmp_path):
+def other_index(scores):
+    scores["norms"]["l2"]["index"][0] = 1
+
+
+def easy_images(scores):
+    for name, values in scores["norms"]["l2"]["images"].items():
+        scores["norms"]["l2"]["images"][name] = values[:5]
+    scores["norms"]["l2"]["index"] = scores["norms"]["l2"]["index"][:5]
+
+
+FORGED = {
+    "other_index": (other_index, "scores within l2 are not of the protocol's images"),
+    "easy_images": (easy_images, "scores within l2 are not of the protocol's images"),
+    "no_norm": (lambda s: s["norms"].pop("l2"), "KeyError: 'l2'"),
+    "no_worst": (lambda s: s["norms"]["l2"]["images"].pop("worst"), "KeyError: 'worst'"),
+    "nan": (
+        lambda s: s["norms"]["l2"]["images"].update(worst=[float("nan")] * 30),
+        "worst within l2 must be 30 numbers in [0, 1]",
+    ),
+    "above_1": (
+        lambda s: s["norms"]["l2"]["images"].update(usual=[2.0] * 30),
+        "usual within l2 must be 30 numbers in [0, 1]",
+    ),
+    "certified": (lambda s: s.update(certified=7.0), "certified must be in [0, 1], got 7.0"),
+    "prediction": (lambda s: s.update(prediction="fast"), "TypeError"),
+    "infinite": (lambda s: s.update(prediction=float("inf")), "Out of range float"),
+    "list": (lambda s: s["norms"].update(l2=[]), "TypeError"),
+}
+ABOUT = {
+    "no_name": ({"seed": 0, "training": 40}, "lacks name"),
+    "name_list": ({"name": ["BAT"]}, "name must be of type str, got ['BAT']"),
+    "training_text": ({"name": "text", "training": "few"}, "not supported between"),
+    "training_nan": ({"name": "nan", "training": float("nan")}, "training must be a number"),
+    "twice": ({"name": "BAT", "training": 40}, "BAT with the seed of BAT_0"),
+    "renamed": ({"name": "BAT", "seed": 7, "training": 40}, "BAT with the weights of BAT_0"),
+    "broken": (": [", "broken/submission.yaml"),
+}
+
+
+def test_no_submission_stops_the_others(board, tmp_path, capsys):
+    """Each has its reason in the table, whatever its files hold; a name is text on the page."""
+    folder = tmp_path / "board"
+    shutil.copytree(board, folder)
+    for name, (change, _) in FORGED.items():
+        shutil.copytree(folder / "BAT_0", folder / name)
+        scores = json.loads((folder / name / "scores.json").read_text())
+        change(scores)
+        (folder / name / "scores.json").write_text(json.dumps(scores))
+        about = yaml.safe_dump({"name": name, "training": 40})
+        (folder / name / "submission.yaml").write_text(about)
+    for name, (about, _) in ABOUT.items():
+        shutil.copytree(folder / "BAT_0", folder / name)
+        text = about if isinstance(about, str) else yaml.safe_dump(about)
+        (folder / name / "submission.yaml").write_text(text)
+    shutil.copytree(folder / "BAT_0", folder / "no_json")
+    (folder / "no_json/scores.json").write_text("{")
+    shutil.copytree(folder / "BAT_0", folder / "pipe", ignore=lambda *_: ["last.ckpt"])
+    os.mkfifo(folder / "pipe/last.ckpt")
+    shutil.copytree(folder / "BAT_0", folder / "markup")
+    markup = "<script>alert(1)</script> | \x1b[31m\n# x"
+    (folder / "markup/submission.yaml").write_text(yaml.safe_dump({"name": markup, "training": 1}))
+    content = told(folder)
+    out = capsys.readouterr().out
+    names = {row["defense"]: row for row in content["norms"]["l2"]}
+    assert set(names) == {"BAT", "Smoothed", markup} and names["BAT"]["seeds"] == 2
+    for name, (_, reason) in (FORGED | ABOUT).items():
+        assert any(line.startswith(f"{name}: ") and reason in line for line in out.splitlines()), (
+            name
+        )
+    assert "pipe: last.ckpt is no file" in out
+    assert "no_json: " in out and "\x1b" not in out
+    assert "<script>alert" not in (folder / "leaderboard.html").read_text()
+    assert "<script>alert" not in (folder / "leaderboard.md").read_text()
+
+
+def test_a_check_finds_what_is_cut_out_of_the_scores(board, tmp_path, capsys):
+    folder = tmp_path / "board"
+    shutil.copytree(board, folder)
+    path = folder / "Sees/scores.json"
+    scores = json.loads(path.read_text())
+    for found in scores["norms"].values():
+        found["findings"] = []
+    path.write_text(json.dumps(scores))
+    told(folder, "--check=20")
+    out = capsys.readouterr().out
+    assert "Sees: severe findings of 20 images attacked again within linf: gradients_seen" in out
+
+
+def test_each_check_chooses_other_images(monkeypatch):
+    """The default stream of torch begins alike in each process: one who knows it may forge."""
+    seen = []
+
+    def attacked(defense, protocol, threat, batches):
+        seen.append(torch.cat([index for _, _, index in batches]).tolist())
+        raise InterruptedError
+
+    monkeypatch.setattr(submissions, "scored", attacked)
+    index, protocol = torch.arange(100), submissions.Protocol("", {}, {"l2": 1.0}, 100)
+    one = submissions.Submission(Path(), "x")
+    one.scores = {"norms": {"l2": {"index": index.tolist()}}}
+    for _ in range(2):
+        torch.manual_seed(0)
+        with pytest.raises(InterruptedError):
+            batches = [(torch.zeros(100, 1), index, index)]
+            one._attack_again(None, protocol, Threat("l2", 1.0), batches, 20)
+    assert seen[0] != seen[1] and len(seen[0]) == 20
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"tittle": "x"},
+        ["title"],
+        {"title": "x"},
+        PROTOCOL | {"images": "many"},
+        PROTOCOL | {"radii": ["linf"]},
+        PROTOCOL | {"radii": {}},
+        PROTOCOL | {"radii": {"linf": "wide"}},
+        PROTOCOL | {"images": 34},
+        {1: 2},
+    ],
+)
+def test_a_wrong_protocol_is_one_line(content, tmp_path, capsys):
     (tmp_path / "protocol.yaml").write_text(yaml.safe_dump(content))
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one/submission.yaml").write_text("name: x")
     with pytest.raises(SystemExit):
         run("leaderboard", tmp_path)
+    assert capsys.readouterr().err.count("\n") <= 2
 
 
 def crossed(generator, means, trainings=5, images=60):

@@ -1,13 +1,19 @@
 """Several processes share a command's work: the same records as by one, also if one is killed."""
 
+import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 from lightning.pytorch import Callback
 
+from lightning_rob.cli import seeds
+from lightning_rob.cli.seeds import SeedsConfig
 from lightning_rob.commands.sweep import SweepConfig
 from tests.tiny import ROOT, fit, pgd, robust_eval, run
 
@@ -93,6 +99,65 @@ def test_two_seeds_and_their_mean(tmp_path, monkeypatch, capfd):
     with pytest.raises(SystemExit):
         run("fit", "--seeds", "3", "--config", "recipe.yaml")
     assert "--seeds takes two seeds or more" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("given", ["-1..1", "1..2..3", "0,0", "2..1", "0..", "a"])
+def test_odd_lists_of_seeds_are_refused(given):
+    with pytest.raises(ValueError, match="--seeds"):
+        SeedsConfig(seeds=given)
+
+
+def test_a_seed_given_twice_is_one_training():
+    assert SeedsConfig(seeds="1,0..2").numbers == [1, 0, 2]
+
+
+CHILD = """
+import pathlib, subprocess, sys, threading
+from lightning_rob.runtime import spread
+part = "import os, pathlib, time; pathlib.Path(str(os.getpid())).touch(); time.sleep(60)"
+popen = subprocess.Popen
+spread.subprocess.Popen = lambda line, **how: popen([sys.executable, "-c", part], **how)
+spread.spread(["fit"], 2)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_no_part_outlives_the_command_or_begins_anew(number, tmp_path):
+    """On Ctrl-C all processes of the terminal get the signal; SIGTERM the command alone."""
+    environment = os.environ | {"PYTHONPATH": PYTHONPATH}
+    line = [sys.executable, "-c", CHILD]
+    command = subprocess.Popen(line, cwd=tmp_path, env=environment, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while len([*tmp_path.iterdir()]) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    (os.killpg if number == signal.SIGINT else os.kill)(command.pid, number)
+    try:
+        assert command.wait(30) == 128 + number
+        parts = [int(path.name) for path in tmp_path.iterdir()]
+        assert len(parts) == 2
+        for part in parts:
+            with pytest.raises(ProcessLookupError):
+                os.kill(part, 0)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(command.pid, signal.SIGKILL)
+
+
+def test_a_run_without_a_record_is_not_tested(tmp_path):
+    """It was interrupted in the first training: the same command goes on."""
+    assert seeds.tested(tmp_path / "nowhere", 0) == []
+    (tmp_path / "lightning_logs/seed_0/checkpoints").mkdir(parents=True)
+    assert seeds.tested(tmp_path, 0) == []
+
+
+def test_a_changed_recipe_is_another_experiment(tmp_path, monkeypatch):
+    folders = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(seeds, "_trained", lambda folder, *_: folders.append(folder) or True)
+    for text in ("a: 1", "a: 2"):
+        (tmp_path / "my recipe.yaml").write_text(text)
+        seeds.fit_seeds(["--seeds=0,1", "--config", "my recipe.yaml"])
+    assert folders[0] == folders[1] != folders[2] == folders[3]
 
 
 @pytest.mark.slow

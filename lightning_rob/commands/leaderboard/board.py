@@ -81,22 +81,29 @@ def run(
     data.setup("test")
     batches = [(x, y, index) for x, y, index in data.test_dataloader()]
     index = torch.cat([index for _, _, index in batches])
+    if len(index) < protocol.images:
+        raise InputError(f"the data has {len(index)} test images, not {protocol.images}")
     noise = torch.Generator().manual_seed(protocol.seed)
     batches = some_of(
         batches, index[torch.randperm(len(index), generator=noise)[: protocol.images]]
     )
-    for one in config.own(found):
+    for one in config.own([one for one in found if not one.reasons]):
         try:
             defense = load(one.model)
             give_source(defense, data.labelled)
             if config.evaluate and not one.scores:
-                print(f"{one.folder.name}: attacking", flush=True)
+                print(visible(f"{one.folder.name}: attacking"), flush=True)
                 one.evaluate(protocol, defense, batches)
             one.check(protocol, defense, batches, config.check)
+            for norm in protocol.radii if not one.reasons else ():
+                check_row(*rows([one], norm))
         except Exception as error:  # one submission never stops the others
-            one.reasons.append(f"{type(error).__name__}: {visible(str(error))}")
+            one.reasons.append(f"{type(error).__name__}: {error}")
+    if config.part is None:
+        refuse_copies(found)
+    for one in found:
         for reason in one.reasons:
-            print(f"{one.folder.name}: {reason}", flush=True)
+            print(visible(f"{one.folder.name}: {reason}"), flush=True)
     if config.part is not None:
         return
     ranked = {norm: rows(found, norm) for norm in protocol.radii}
@@ -110,7 +117,7 @@ def run(
     for norm, entries in ranked.items():
         print(f"Within {norm}: rank, worst accuracy in per cent and its 95 % interval")
         for row in entries:
-            print(f"  {cells(row)[0]:>8}  {cells(row)[5]:20}  {row['defense']}")
+            print(visible(f"  {cells(row)[0]:>8}  {cells(row)[5]:20}  {row['defense']}"))
     print(visible(f"Wrote {folder}/leaderboard.md, .html and .json"))
 
 
@@ -153,6 +160,27 @@ def rows(submissions: Sequence[Submission], norm: str) -> list[dict[str, Any]]:
     for row, places in zip(found, ranks([row["scores"] for row in found]), strict=True):
         row["rank"] = places
     return found
+
+
+def check_row(row: dict[str, Any]) -> None:
+    """Raise ValueError for a row with what is no share or no number."""
+    cells(row)
+    for key in (CLEAN, USUAL, "certified", "power", "resubmitted", "known_noise"):
+        if row[key] is not None and not 0 <= row[key] <= 1:
+            raise ValueError(f"{key} must be in [0, 1], got {row[key]}")
+    json.dumps({key: value for key, value in row.items() if key != "scores"}, allow_nan=False)
+
+
+def refuse_copies(found: Sequence[Submission]) -> None:
+    """Give no rank to a training that is counted already: it would narrow the intervals."""
+    seen: dict[tuple[str, str, Any], Submission] = {}
+    for one in found:
+        if one.reasons:
+            continue
+        for what, key in (("seed", one.seed), ("weights", one.scores["weights"])):
+            other = seen.setdefault((one.name, what, key), one)
+            if other is not one:
+                one.reasons.append(f"{one.name} with the {what} of {other.folder.name}")
 
 
 def mean(values: Sequence[float | None]) -> float | None:

@@ -53,7 +53,8 @@ def ranks(scores: Sequence[Array]) -> list[tuple[int, int]]:
 
     A defense stands below those that are significantly better, and above those significantly worse,
     by its comparisons with all others, adjusted by Holm: for each defense by itself its true rank
-    lies between both with a probability of 95 % or more.
+    lies between both with a probability of 95 % or more. With one training of a defense, that is
+    the rank of this training.
     """
     found = []
     for own, mine in enumerate(scores):

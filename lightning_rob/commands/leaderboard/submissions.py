@@ -1,9 +1,10 @@
 """Submissions to a leaderboard: how they are scored under its protocol, and checked."""
 
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,12 +16,13 @@ from lightning_rob.attacks import Attack, Auto
 from lightning_rob.certify import certify
 from lightning_rob.defenses import Defense
 from lightning_rob.evaluation import EvaluationResult, RoundProtocol, evaluate
+from lightning_rob.evaluation.findings import Finding
 from lightning_rob.evaluation.records import versions, with_schema
 from lightning_rob.evaluation.suites import suite_for
 from lightning_rob.evaluation.worst import WORST
 from lightning_rob.metrics import paired
 from lightning_rob.recipes.safe_yaml import load_file
-from lightning_rob.runtime.errors import InputError, at_least
+from lightning_rob.runtime.errors import InputError, at_least, visible
 from lightning_rob.runtime.files import atomic_write_text
 from lightning_rob.runtime.identity import fingerprint
 from lightning_rob.threat import Threat
@@ -52,6 +54,8 @@ class Protocol:
 
     def __post_init__(self) -> None:
         at_least(1, images=self.images, passes=self.passes, inferences=self.inferences)
+        if not self.radii:
+            raise ValueError("radii must name a norm")
         for norm, eps in self.radii.items():
             Threat(norm, eps)  # a ValueError for another norm
 
@@ -76,14 +80,26 @@ class Submission:
     scores: Scores = field(default_factory=dict)
     reasons: list[str] = field(default_factory=list)  # why it has no rank
 
+    def __post_init__(self) -> None:
+        for key, kind in (("name", str), ("paper", str), ("seed", int)):
+            if type(value := getattr(self, key)) is not kind:
+                raise ValueError(f"{key} must be of type {kind.__name__}, got {value!r}")
+        if self.training is not None and not 0 <= self.training < math.inf:  # NaN is not either
+            raise ValueError(f"training must be a number of passes, got {self.training!r}")
+
     @classmethod
     def read(cls, folder: Path) -> "Submission":
-        """Return the submission of a folder, with its scores if there are some."""
-        given = _known(cls, folder / "submission.yaml", ("folder", "scores", "reasons"))
+        """Return the submission of a folder, with its scores, or the reason why it has no rank."""
         path = folder / SCORES
-        return cls(
-            folder, scores=json.loads(path.read_text("utf-8")) if path.exists() else {}, **given
-        )
+        try:
+            if odd := [one for one in folder.iterdir() if not (one.is_file() or one.is_dir())]:
+                raise ValueError(f"{odd[0].name} is no file")  # to read a pipe never ends
+            own = ("folder", "scores", "reasons")
+            found = cls(folder, **_known(cls, folder / "submission.yaml", own))
+            found.scores = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+        except (InputError, ValueError, TypeError, OSError, RecursionError) as error:
+            return cls(folder, folder.name, reasons=[visible(str(error))])
+        return found
 
     @property
     def model(self) -> Path:
@@ -119,11 +135,8 @@ class Submission:
         found: Scores = {"index": result.index.tolist(), "random": result.random}
         names = (*result.names, WORST)
         found["images"] = {name: result.per_image(name).tolist() for name in names}
-        # A fault of one attack alone says nothing of what a stronger one finds.
-        strongest = min(result.attacks, key=result.accuracy)
-        about = (None, strongest)
-        flagged = [f for f in result.findings if f.flagged and f.values.get("attack") in about]
-        found["findings"] = [[one.severity, one.name, one.text] for one in flagged]
+        strongest = strongest_of(result)
+        found["findings"] = [[f.severity, f.name, f.text] for f in flagged(result)]
         found["power"] = {name: one.record() for name, one in result.power.items()}
         if result.random or len(set(result.per_image(CLEAN).tolist()) - {0.0, 1.0}):
             found["resubmitted"] = result.resubmitted(strongest, SUBMISSIONS).accuracy
@@ -143,17 +156,27 @@ class Submission:
             self.reasons.append(
                 f"training cost: {self.training} passes of an image, at most {protocol.training:g}"
             )
-        for norm, found in self.scores.get("norms", {}).items():
-            severe = sorted(
-                {name for severity, name, _ in found["findings"] if severity == "severe"}
-            )
-            if severe:
-                self.reasons.append(f"severe findings within {norm}: {', '.join(severe)}")
+        index = torch.cat([index for _, _, index in batches]).tolist()
+        for norm in protocol.radii:
+            found = self.scores["norms"][norm]
+            self._refuse_severe(f"within {norm}", found["findings"])
+            if found["index"] != index:
+                self.reasons.append(f"scores within {norm} are not of the protocol's images")
+            for name in (CLEAN, USUAL, WORST):
+                values = found["images"][name]
+                if len(values) != len(index) or not all(0 <= value <= 1 for value in values):
+                    self.reasons.append(
+                        f"{name} within {norm} must be {len(index)} numbers in [0, 1]"
+                    )
         if self.scores.get("weights") != fingerprint(defense):
             self.reasons.append("other weights: the scores are not of this model")
         elif images and not self.reasons:
             for norm, eps in protocol.radii.items():
                 self._attack_again(defense, protocol, Threat(norm, eps), batches, images)
+
+    def _refuse_severe(self, where: str, findings: Sequence[Sequence[str]]) -> None:
+        if severe := sorted({name for severity, name, _ in findings if severity == "severe"}):
+            self.reasons.append(f"severe findings {where}: {', '.join(severe)}")
 
     def _attack_again(
         self,
@@ -165,9 +188,14 @@ class Submission:
     ) -> None:
         own = self.scores["norms"][str(threat.norm)]
         index = torch.tensor(own["index"])
-        order = torch.randperm(len(index))[:images].sort().values  # a new choice at each check
+        # A new choice at each check: the default stream is the same in every process.
+        fresh = torch.Generator()
+        fresh.seed()
+        order = torch.randperm(len(index), generator=fresh)[:images].sort().values
         without_power = replace(protocol, power=0)
         result = scored(defense, without_power, threat, some_of(batches, index[order]))
+        found = [(one.severity, one.name, one.text) for one in flagged(result)]
+        self._refuse_severe(f"of {len(order)} images attacked again within {threat.norm}", found)
         for name in (CLEAN, WORST):
             before = torch.tensor(own["images"][name])[order].double()
             compared = paired(before, result.per_image(name).double())
@@ -193,6 +221,18 @@ def scored(
         power=0 if adapts else protocol.power,
         progress=False,
     )
+
+
+def strongest_of(result: EvaluationResult) -> str:
+    """Return the attack under which the accuracy is the lowest."""
+    return min(result.attacks, key=result.accuracy)
+
+
+def flagged(result: EvaluationResult) -> list[Finding]:
+    """Return the warnings about the defense and about the strongest attack on it."""
+    # A fault of one attack alone says nothing of what a stronger one finds.
+    about = (None, strongest_of(result))
+    return [f for f in result.findings if f.flagged and f.values.get("attack") in about]
 
 
 def some_of(batches: Batches, wanted: Tensor) -> Batches:
@@ -222,7 +262,11 @@ def relative_time(defense: Defense, x: Tensor) -> float:
 
 def read_protocol(folder: Path) -> Protocol:
     """Return the protocol of a leaderboard."""
-    return Protocol(**_known(Protocol, folder / "protocol.yaml"))
+    path = folder / "protocol.yaml"
+    try:
+        return Protocol(**_known(Protocol, path))
+    except (TypeError, ValueError, AttributeError) as error:  # a value of another type
+        raise InputError(f"{path}: {error}") from error
 
 
 def _known(kind: Any, path: Path, own: Sequence[str] = ()) -> dict[str, Any]:
@@ -230,8 +274,11 @@ def _known(kind: Any, path: Path, own: Sequence[str] = ()) -> dict[str, Any]:
     if not path.is_file():
         raise InputError(f"there is no {path}: see lightning-rob leaderboard --help")
     given = load_file(path, "a leaderboard's file")
-    known = {one.name for one in fields(kind)} - set(own)
-    if not isinstance(given, dict) or (unknown := set(given) - known):
-        extra = sorted(unknown) if isinstance(given, dict) else type(given).__name__
+    known = {one.name: one for one in fields(kind) if one.name not in own}
+    if not isinstance(given, dict) or (unknown := set(given) - set(known)):
+        extra = sorted(map(str, unknown)) if isinstance(given, dict) else type(given).__name__
         raise InputError(f"{path} has {', '.join(sorted(known))}, got {extra}")
+    for name, one in known.items():
+        if name not in given and one.default is MISSING:
+            raise InputError(f"{path} lacks {name}")
     return given

@@ -173,7 +173,7 @@ def find_runs(paths: Sequence[str | Path]) -> list[Run]:
                 f"the records in {searched} have schema {', '.join(others)}, "
                 f"this version reads {SCHEMA}"
             )
-        raise ValueError(
+        raise FileNotFoundError(
             f"no records in {searched}: RobustEval writes robust.jsonl to the folder of a run"
         )
     # The label is as little of the path as distinguishes the run.
