@@ -171,13 +171,17 @@ def judged(config: MonitorConfig, history: History, suite: str, now: CheckpointR
     fields: Fields = {"change": change(before, now)} if before else {}
     fields |= {"drops": [asdict(drop) for drop in found]} if found else {}
     fields |= {"limits": {"alarm": config.minima, "drop": config.level}}
-    fallen = [
+    return fields | {"alarm": alarms(config, now, found)}
+
+
+def alarms(config: MonitorConfig, current: CheckpointResults, found: Sequence[Drop]) -> list[str]:
+    """Describe violated thresholds and significant drops of a checkpoint."""
+    return violated(config, current) + [
         f"robust/worst fell from {drop.before:.1%} ({drop.to}: {drop.since}) to {drop.after:.1%}, "
         f"p = {drop.p_adjusted:.2g} ({drop.test})"
         for drop in found
         if drop.significant(config.level)
     ]
-    return fields | {"alarm": violated(config, now) + fallen}
 
 
 def violated(config: MonitorConfig, current: CheckpointResults) -> list[str]:
