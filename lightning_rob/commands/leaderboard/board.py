@@ -56,7 +56,8 @@ HEADS = (
 NOTE = (
     "Worst: the strongest attack on each image, of the usual one, those made for the kind of "
     "defense, and Auto. Ranks are by worst; defenses whose ranks overlap may be equally robust. "
-    "Intervals of 95 % cover the images and, with several seeds, the trainings. Certified: the "
+    "Intervals of 95 % cover the images and, with several seeds, the trainings; with one seed "
+    "another training may rank elsewhere. Certified: the "
     "share of images on which no attack within the radius changes the right prediction. Power: the "
     "share of planted adversarial images that the ablest attack finds. Resubmitted: against an "
     f"attacker who may submit {SUBMISSIONS} times. Known noise: against one who knows the draws "
