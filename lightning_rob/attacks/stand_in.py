@@ -42,7 +42,7 @@ def inputs_of(defense: Defense, part: str, x: Tensor, generator: Generator) -> T
     found: list[Tensor] = []
 
     def keep(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        found.append(inputs[0].detach().clone())
+        found[:] = [inputs[0].detach().clone()]  # of the last call alone
 
     handle = defense.get_submodule(part).register_forward_pre_hook(keep)
     try:
@@ -50,10 +50,10 @@ def inputs_of(defense: Defense, part: str, x: Tensor, generator: Generator) -> T
             defense.logits(x, generator)
     finally:
         handle.remove()
-    if not found or found[-1].dim() != 4 or len(found[-1]) != len(x):
-        shape = list(found[-1].shape) if found else "nothing"
+    if not found or found[0].dim() != 4 or len(found[0]) != len(x):
+        shape = list(found[0].shape) if found else "nothing"
         raise ValueError(f"{part} must get a batch of {len(x)} images or maps, got {shape}")
-    return found[-1]
+    return found[0]
 
 
 def train_stand_in(

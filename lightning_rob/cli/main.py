@@ -122,13 +122,11 @@ def _run(reads_records: bool, command: str, *args: str) -> None:
 
 def share_work(line: Any) -> None:
     """Let several processes do the parts of a command, where its options ask for it."""
-    if not isinstance(line.options, SpreadConfig):
-        return
-    workers = line.options.ray or line.options.workers
-    if workers > 1:
+    options = line.options
+    if isinstance(options, SpreadConfig) and options.processes:
         from lightning_rob.runtime.spread import spread
 
-        spread([line.command, *line.given], workers, ray=line.options.ray > 0)
+        spread([line.command, *line.given], options.processes, ray=options.ray > 0)
 
 
 def _fail(message: str, code: int = 2, at_once: bool = False) -> NoReturn:

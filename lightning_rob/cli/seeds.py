@@ -73,8 +73,8 @@ def fit_seeds(args: Sequence[str]) -> None:
     known = json.dumps([rest, [path.read_text("utf-8", "replace") for path in files]])
     digest = hashlib.sha256(known.encode()).hexdigest()[:8]
     folder = Path("logs") / "_".join([*recipes, "seeds", digest])
-    if count := config.ray or (config.workers if config.workers > 1 else 0):
-        spread(["fit", *own, *rest], count, ray=config.ray > 0)
+    if config.processes:
+        spread(["fit", *own, *rest], config.processes, ray=config.ray > 0)
     with ending_children():
         failed = [seed for seed in config.own(config.numbers) if not _trained(folder, seed, rest)]
     if config.part is None:

@@ -52,6 +52,11 @@ class SpreadConfig(CommandConfig):
         if not numbers or not 1 <= int(numbers[1]) <= int(numbers[2]):
             raise ValueError(f"--part is i/n with i from 1 to n, such as 3/8, got {self.part!r}")
 
+    @property
+    def processes(self) -> int:
+        """The processes that share the work; 0 where this one does all of it."""
+        return self.ray or (self.workers if self.workers > 1 else 0)
+
     def own(self, items: Sequence[Item]) -> list[Item]:
         """Return the items of this process: all of them, or every n-th from the i-th on."""
         first, _, step = (self.part or "1/1").partition("/")

@@ -69,6 +69,8 @@ def test_parts_are_all_of_the_work():
         SweepConfig(over="eps", values="1:8:1", part=f"{i}/3").own(range(8)) for i in (1, 2, 3)
     ]
     assert parts == [[0, 3, 6], [1, 4, 7], [2, 5]]
+    shared = [SweepConfig(over="eps", values="1", **o) for o in ({}, {"workers": 2}, {"ray": 1})]
+    assert [config.processes for config in shared] == [0, 2, 1]
     for part in ("0/3", "4/3", "1", "a/b"):
         with pytest.raises(ValueError, match="--part is i/n with i from 1 to n"):
             SweepConfig(over="eps", values="1", part=part)
