@@ -9,6 +9,7 @@ from lightning_rob.evaluation.corruptions import (
 from lightning_rob.evaluation.evaluate import evaluate
 from lightning_rob.evaluation.evaluator import EvaluationSettings, Evaluator
 from lightning_rob.evaluation.groups import GROUP_SIZE, canonical_groups, group_loader, serves_once
+from lightning_rob.evaluation.overfitting import Overfitting
 from lightning_rob.evaluation.protocol import AttackerDefenderSession, RoundProtocol
 from lightning_rob.evaluation.results import EvaluationResult
 from lightning_rob.evaluation.sampling import OptimalSampling, optimal_sampling
@@ -23,6 +24,7 @@ __all__ = [
     "Evaluator",
     "NoAttack",
     "OptimalSampling",
+    "Overfitting",
     "RoundProtocol",
     "Worst",
     "canonical_groups",
