@@ -1,6 +1,7 @@
 """Networks: images [B, C, H, W] in [0, 1] to logits [B, K]; each normalises in its first layer."""
 
 from lightning_rob.nets.dann import DANNNet, DANNResNet18
+from lightning_rob.nets.hugging_face import TransformersNet
 from lightning_rob.nets.mobilenet import MobileNetV1
 from lightning_rob.nets.normalize import Normalize
 from lightning_rob.nets.resnet import ResNet, ResNet20, ResNet32
@@ -25,6 +26,7 @@ __all__ = [
     "ResNet20",
     "ResNet32",
     "SmallCNN",
+    "TransformersNet",
     "WideResNet",
     "ZooNet",
     "load_weights",
