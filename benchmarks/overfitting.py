@@ -2,7 +2,7 @@
 
     python benchmarks/overfitting.py                # simulated validations, 10 minutes
     python benchmarks/overfitting.py --fit          # digits, 5 minutes
-    python benchmarks/overfitting.py --fit --train 300 --epochs 60 --seeds 3
+    python benchmarks/overfitting.py --fit --train 500 --epochs 40 --width 16
 
 Simulated: each image has a margin, a part of which moves from epoch to epoch with correlation rho;
 it is right where the margin is positive. "naive" compares the epoch that is best on all images with
@@ -12,6 +12,7 @@ the last one on the same images; "half" chooses on the even images and compares 
 
 import argparse
 import logging
+from functools import partial
 from itertools import product
 from tempfile import mkdtemp
 
@@ -86,7 +87,7 @@ def simulate(repetitions):
     print(f"\nfell / covered in % of {repetitions}; 2.5 % is drawn as {low:.1%} to {high:.1%}")
 
 
-def fit(train, epochs, seeds):
+def fit(train, epochs, seeds, width):
     from lightning.pytorch import Trainer, seed_everything
 
     from lightning_rob import PGD, AdversarialTraining, RobustCheckpoint, RobustEval, Threat
@@ -98,11 +99,12 @@ def fit(train, epochs, seeds):
     for seed in range(seeds):
         seed_everything(seed, verbose=False)
         module = AdversarialTraining(
-            SmallCNN,
+            partial(SmallCNN, width=width),
             PGD(threat, 5, 0.06, random_start=True),
             optimizer=lambda weights: torch.optim.Adam(weights, 0.002),
         )
-        evaluation = RobustEval({"pgd": PGD(threat, 10, 0.05)}, train_images=True, max_images=500)
+        attacks = {"pgd": PGD(threat, 10, 0.05)}
+        evaluation = RobustEval(attacks, every_n_epochs=4, train_images=True)
         folder = mkdtemp()
         checkpoint = RobustCheckpoint(dirpath=folder)
         trainer = Trainer(
@@ -118,18 +120,23 @@ def fit(train, epochs, seeds):
             batch_size=64, eval_batch_size=250, limit_train=train, augment=[], seed=seed
         )
         trainer.fit(module, data)
+        gap = [float(one.accuracy("pgd")) for one in (evaluation.train_result, evaluation.result)]
+        print(
+            f"seed {seed}: at the end {gap[0]:.1%} on training, {gap[1]:.1%} on validation images"
+        )
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--repetitions", type=int, default=1000)
     parser.add_argument("--fit", action="store_true")
-    parser.add_argument("--train", type=int, default=500)
-    parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--train", type=int, default=200)
+    parser.add_argument("--epochs", type=int, default=120)
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--width", type=int, default=32)
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.fit:
-        fit(args.train, args.epochs, args.seeds)
+        fit(args.train, args.epochs, args.seeds, args.width)
     else:
         simulate(args.repetitions)
