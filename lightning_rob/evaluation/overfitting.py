@@ -97,7 +97,8 @@ class Overfitting:
 
     def record(self) -> dict[str, Any]:
         """Return the record as plain data."""
-        return with_schema({"kind": "overfitting", "found": self.found, **asdict(self)})
+        said = {"kind": "overfitting", "found": self.found, "text": str(self)}
+        return with_schema(said | asdict(self))
 
 
 def better(best: Sequence[EpochScores], new: EpochScores) -> Sequence[EpochScores]:
