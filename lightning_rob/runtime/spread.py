@@ -18,8 +18,8 @@ _children: set[subprocess.Popen[str]] = set()
 _ending = threading.Event()
 
 
-def spread(args: Sequence[str], workers: int, ray: bool = False) -> None:
-    """Run a command line as `workers` processes with --part=i/n, and wait for them.
+def spread(args: Sequence[str], workers: int, ray: bool = False) -> list[str]:
+    """Run a command line as `workers` processes with --part=i/n; return why each failed, or "".
 
     The records of a part stay, whatever becomes of its process: the command itself, run
     afterwards, reads all of them and does the rest.
@@ -40,6 +40,7 @@ def spread(args: Sequence[str], workers: int, ray: bool = False) -> None:
     for number, problem in enumerate(problems, 1):
         if problem:
             print(visible(f"part {number}/{workers}: {problem}"), file=sys.stderr, flush=True)
+    return problems
 
 
 def run_part(args: Sequence[str], own: dict[str, str], folder: str) -> str:
