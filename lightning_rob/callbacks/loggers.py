@@ -1,9 +1,9 @@
-"""The run's folder under any logger, and pictures and texts for all loggers that take them."""
+"""The run's folder under any logger, and pictures and texts for the loggers that take them."""
 
 from pathlib import Path
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from torch import Tensor
 
 
@@ -29,28 +29,19 @@ def writing_folder(trainer: Trainer) -> Path | None:
 
 
 def log_picture(trainer: Trainer, name: str, picture: Tensor) -> None:
-    """Log a picture [C, H, W] in [0, 1] with TensorBoard, W&B and MLflow."""
-    step = trainer.global_step
-    pixels = (255 * picture.clamp(0, 1)).round().byte().movedim(0, -1).cpu().numpy()
+    """Log a picture [C, H, W] in [0, 1] with TensorBoard and W&B."""
     for logger in trainer.loggers:
         match logger:
             case TensorBoardLogger():
-                logger.experiment.add_image(name, picture, step)
+                logger.experiment.add_image(name, picture, trainer.global_step)
             case WandbLogger():
-                logger.log_image(name, [pixels], step)
-            case MLFlowLogger():
-                file = f"{name}/step_{step:06d}.png"
-                logger.experiment.log_image(logger.run_id, pixels, file)
+                # As bytes: of a tensor W&B would stretch the contrast.
+                pixels = (255 * picture.clamp(0, 1)).round().byte().movedim(0, -1).cpu().numpy()
+                logger.log_image(name, [pixels], trainer.global_step)
 
 
 def log_text(trainer: Trainer, name: str, text: str) -> None:
-    """Log Markdown with TensorBoard, W&B and MLflow."""
-    step = trainer.global_step
+    """Log Markdown with TensorBoard."""
     for logger in trainer.loggers:
-        match logger:
-            case TensorBoardLogger():
-                logger.experiment.add_text(name, text, step)
-            case WandbLogger():
-                logger.log_text(name, columns=["text"], data=[[text]], step=step)
-            case MLFlowLogger():
-                logger.experiment.log_text(logger.run_id, text, f"{name}/step_{step:06d}.md")
+        if isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_text(name, text, trainer.global_step)

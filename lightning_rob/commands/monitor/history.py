@@ -1,4 +1,4 @@
-"""The history of a monitored run: JSON lines that a kill cannot harm, and TensorBoard's curves."""
+"""The history of a monitored run: JSON lines that a kill cannot harm."""
 
 import json
 import os
@@ -9,8 +9,6 @@ from datetime import datetime
 from functools import reduce
 from pathlib import Path
 from typing import IO, Any, NamedTuple
-
-from torch.utils.tensorboard import SummaryWriter
 
 from lightning_rob.commands.scores import ScoreFiles
 from lightning_rob.evaluation.records import with_schema
@@ -33,7 +31,7 @@ def seconds_of(date: str) -> float:
 
 
 def tag(name: str) -> str:
-    """Return an accuracy's name in TensorBoard and in alarms, after those that `test` logs."""
+    """Return an accuracy's name in loggers and in alarms, after those that `test` logs."""
     return "monitor/acc" if name == "clean" else f"monitor/robust/{name}"
 
 
@@ -186,30 +184,3 @@ def scalars(lines: Sequence[Fields]) -> dict[str, float]:
         found |= {tag(line["name"]): line["accuracy"] for line in results}
         found |= {tag("findings"): finding_count(results), tag("blind"): largest_blind(results)}
     return found
-
-
-class TensorBoardHistory:
-    """The history as curves; written anew when a monitor starts, so that a kill leaves no gap."""
-
-    def __init__(self, folder: Path, history: History) -> None:
-        for old in folder.glob("events.out.tfevents.*"):
-            old.unlink()
-        self.writer = SummaryWriter(str(folder))
-        for group in history.groups():
-            self.add(group)
-
-    def add(self, lines: Sequence[Fields]) -> None:
-        """Add the points of lines that end with an event."""
-        event, date = lines[-1], None
-        with suppress(ValueError):
-            date = seconds_of(str(event.get("date")))
-        for name, value in scalars(lines).items():
-            self.writer.add_scalar(name, value, event.get("step"), date)
-        for alarm in event.get("alarm", ()):
-            self.writer.add_text("monitor/alarm", alarm, event.get("step"), date)
-        self.writer.flush()
-
-    def close(self) -> None:
-        """End the event files; the next monitor writes them anew."""
-        with suppress(OSError):
-            self.writer.close()

@@ -27,7 +27,6 @@ from lightning_rob.commands.monitor.history import (
     Fields,
     History,
     Identity,
-    TensorBoardHistory,
     identity,
     scalars,
     seconds_of,
@@ -104,7 +103,7 @@ class Watched:
     key: str = ""  # of the suite
     recipe: str | None = None  # recipe of the suite's module
     done: set[Identity] = field(default_factory=set)  # need no evaluation by the suite
-    loggers: list[Logger] = field(default_factory=list)  # beside TensorBoard
+    loggers: list[Logger] = field(default_factory=list)
     failing: set[Logger] = field(default_factory=set)  # could not take the last figures
     opened: ExitStack | None = None
 
@@ -167,8 +166,6 @@ class Watched:
                 self.history = stack.enter_context(closing(History(home)))
             except OSError as error:
                 raise InputError(f"the history cannot be written: {error}; see --out") from error
-            self.board = TensorBoardHistory(home / "monitor", self.history)
-            stack.callback(self.board.close)
             self.display = Display(self.label)
             self.outbox = Outbox(self.config.notify or (), self.history, self.config.name)
             self.folder = CheckpointFolder(source, self.history, self.record)
@@ -337,7 +334,6 @@ class Watched:
         self.history.append(*lines)
         self.outbox.wake()
         self.display.show(lines)
-        self.board.add(lines)
         self.log(lines)
 
     def log(self, lines: Sequence[Fields]) -> None:
