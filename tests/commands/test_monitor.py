@@ -196,7 +196,7 @@ def past(step, right, count=40):
     scores = torch.zeros(count, dtype=torch.float64)
     scores[right] = 1.0
     return CheckpointResults(
-        f"{step}.ckpt", step, {"worst": float(scores.mean())}, lambda: (torch.arange(count), scores)
+        f"{step}.ckpt", step, {"worst": float(scores.mean())}, (torch.arange(count), scores)
     )
 
 
@@ -252,7 +252,7 @@ def test_healthy_streams_rarely_ring_and_a_fall_rings_at_once(random):
             right = torch.tensor(state & ~lost if place == 19 else state).double()
             scores = right * (1 - random * torch.tensor(draws.uniform(0, 0.1, 1000)))
             accuracies = {"worst": float(scores.mean())}
-            now = CheckpointResults(str(place), place, accuracies, lambda s=scores: (index, s))
+            now = CheckpointResults(str(place), place, accuracies, (index, scores))
             rang.append(any(drop.significant(0.05) for drop in drops(now, earlier)))
             earlier.append(now)
         early, at_once = early + any(rang[:-1]), at_once + rang[-1]

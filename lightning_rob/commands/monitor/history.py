@@ -2,7 +2,6 @@
 
 import json
 import os
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -12,7 +11,7 @@ from typing import IO, Any, NamedTuple
 
 from lightning_rob.commands.scores import ScoreFiles
 from lightning_rob.evaluation.records import with_schema
-from lightning_rob.runtime.files import Stamp, append_whole, stamp_of
+from lightning_rob.runtime.files import append_whole
 
 Fields = dict[str, Any]
 Identity = tuple[str | None, str | None]  # SHA-256 of the weights and of the recipe's model
@@ -49,9 +48,7 @@ class History:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / RECORD
-        self.writing = threading.Lock()  # notifications are recorded by threads of their own
         self.scores = ScoreFiles(folder, SCORES)
-        self.readable: dict[str, Stamp] = {}  # files of scores
         self.file: IO[bytes] = self.path.open("a+b", buffering=0)
         try:
             with suppress(ImportError):  # Windows has no such lock
@@ -73,18 +70,15 @@ class History:
             raise
 
     def close(self) -> None:
-        """Close the file, and with it end the lock."""
-        with self.writing:
-            self.file.close()
+        self.file.close()
 
     def append(self, *lines: Fields) -> None:
         """Append lines that end with an event: all of them or, after an error, none."""
         kinds = ("monitor_event" if "event" in line else "accuracy" for line in lines)
         records = (with_schema({"kind": k} | line) for k, line in zip(kinds, lines, strict=True))
         content = "".join(json.dumps(record) + "\n" for record in records).encode()
-        with self.writing:
-            append_whole(self.file, content)
-            self.lines += lines
+        append_whole(self.file, content)
+        self.lines += lines
 
     def events(self, *kinds: str) -> Iterator[Fields]:
         """Yield the events of these kinds, the oldest first."""
@@ -98,16 +92,6 @@ class History:
             if "event" in line:
                 yield group
                 group = []
-
-    def has_scores(self, line: Fields) -> bool:
-        """Return whether a line's scores can be read; a file is read again only if it changed."""
-        place = line.get("reuse", {}).get("scores", "")
-        stamp = stamp_of(self.path.parent / place)
-        if stamp is None or self.readable.get(place) != stamp:
-            if stamp is None or self.scores.read(line) is None:
-                return False
-            self.readable[place] = stamp
-        return True
 
     def unreported(self) -> list[str]:
         """Return the alarms since a monitor last ended, with an exit code that reported them."""
