@@ -10,7 +10,13 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_rob.defenses.base import Defense, Single
-from lightning_rob.defenses.transductive import Augment, Retraining, SourceData, shuffled
+from lightning_rob.defenses.transductive import (
+    Augment,
+    Retraining,
+    SourceData,
+    progress_bar,
+    shuffled,
+)
 from lightning_rob.objectives import check_labels, cross_entropy
 from lightning_rob.randomness import Generator, Streams
 from lightning_rob.rules import Rule, mean_probs
@@ -66,7 +72,7 @@ class TADV(Retraining):
             )
         count, length = len(self.source), math.ceil(len(self.source) / self.batch_size)
         orders = (shuffled(count, self.batch_size, generator) for _ in range(self.epochs))
-        steps = self.progress(chain.from_iterable(orders), "Retraining", self.epochs * length)
+        steps = progress_bar(chain.from_iterable(orders), "Retraining", self.epochs * length)
         for step, index in enumerate(steps, start=1):
             images, labels = self.source.gather(index, self.augment)
             batch = images.to(x), labels.to(x.device)

@@ -24,6 +24,7 @@ def spread(args: Sequence[str], workers: int, ray: bool = False) -> list[str]:
     The records of a part stay, whatever becomes of its process: the command itself, run
     afterwards, reads all of them and does the rest.
     """
+    # As many threads as cores in each process would wait for one another.
     cores = max((os.cpu_count() or 1) // workers, 1)
     gpus = len([*Path("/dev").glob("nvidia[0-9]*")])
     parts = []
@@ -48,6 +49,7 @@ def run_part(args: Sequence[str], own: dict[str, str], folder: str) -> str:
     line = [sys.executable, "-m", "lightning_rob", *args]
     for _ in range(TRIES):
         pipe = subprocess.PIPE
+        # Of the number of threads and the GPU, the choice of the user counts.
         code, errors = run_child(
             line, env=own | os.environ, cwd=folder, stdout=subprocess.DEVNULL, stderr=pipe
         )
