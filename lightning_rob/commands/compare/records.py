@@ -46,7 +46,6 @@ class Comparison:
 
     @property
     def text(self) -> str:
-        """The comparison as one line."""
         low, high = self.paired.interval
         return (
             f"{self.name} changed by {100 * self.paired.difference:+.1f} points, from "

@@ -162,6 +162,7 @@ def _card(net: KeyedDefense, inputs: Inputs) -> dict[str, Any]:
 def _largest_difference(net: KeyedDefense, program: Predict, inputs: Inputs) -> float:
     """Return the largest difference of a probability; ValueError if it is above 1e-5."""
     largest = torch.zeros(())
+    # A batch of another size runs other kernels, and a program may hold the size that was traced.
     for size in (*SIZES, min(len(inputs[0]), MAX_IMAGES)):
         some = [part if size > max(SIZES) else part[:24] for part in inputs]
         for chunk in zip(*(torch.split(part, size) for part in some), strict=True):

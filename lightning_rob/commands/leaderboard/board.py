@@ -88,6 +88,7 @@ def run(
     batches = some_of(
         batches, index[torch.randperm(len(index), generator=noise)[: protocol.images]]
     )
+    # Its scores are recorded one by one: a run that is killed goes on with the next submission.
     for one in config.own([one for one in found if not one.reasons]):
         try:
             defense = load(one.model)

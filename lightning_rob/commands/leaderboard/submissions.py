@@ -252,6 +252,7 @@ def relative_time(defense: Defense, x: Tensor) -> float:
     one: list[float] = []
     whole: list[float] = []
     for _ in range(2 if defense.transductive else RUNS):
+        # In turn, so that a slow moment of the machine meets both.
         for work, times in zip(works, (one, whole), strict=True):
             began = time.perf_counter()
             with torch.no_grad():

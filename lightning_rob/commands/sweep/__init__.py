@@ -100,5 +100,4 @@ class SweepConfig(SpreadConfig):
 
     @property
     def points(self) -> tuple[Value, ...]:
-        """The values, in the order of the table."""
         return parse_values(str(self.over), str(self.values))

@@ -85,6 +85,7 @@ def changed(defense: Defense, over: str, value: float) -> Defense:
     if over == "probability":
         if len(probs) == 1 and value != 1:
             raise ValueError("a sweep over probability needs at least 2 members, got 1")
+        # Where they have no probability, they share the rest equally.
         others = probs[1:] if probs[1:].sum() > 0 else torch.ones_like(probs[1:])
         rest = (1 - value) * others / others.sum()
         probs = torch.cat([torch.full_like(probs[:1], value), rest])
@@ -108,11 +109,9 @@ class Target:
     source: RobustEval
 
     def __call__(self, defense: Defense) -> Defense:
-        """Return the attacked part of the changed defense."""
         return self.source.target(changed(defense, self.over, self.value))
 
     def attacks(self) -> dict[str, Attack]:
-        """Return the callback's attacks with the value."""
         if self.over in OF_DEFENSE:
             return dict(self.source.attacks)
         return {n: with_value(a, self.over, self.value) for n, a in self.source.attacks.items()}

@@ -55,7 +55,6 @@ class Space:
 
     @classmethod
     def read(cls, content: Any) -> "Space":
-        """Build the space from a YAML file's content."""
         given = content if isinstance(content, dict) else {}
         if unknown := [name for name in given if name not in SECTIONS]:
             raise ValueError(f"sections are {', '.join(SECTIONS)}, got {unknown[0]!r}")
@@ -89,11 +88,9 @@ class Space:
         return cls(bounds, weights, trial, prune, Budget(**budget))
 
     def initial(self, recipe: Any) -> Point:
-        """Return the values of the variables in a recipe."""
         return {key: _number(key, value_at(recipe, key)) for key in self.variables}
 
     def contains(self, point: Point) -> bool:
-        """Whether all values are within their bounds."""
         return all(b[0] <= point[key] <= b[1] for key, b in self.variables.items())
 
     def score(self, metrics: Mapping[str, float]) -> float:

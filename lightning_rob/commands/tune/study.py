@@ -36,7 +36,6 @@ class Search:
 
     @property
     def initial(self) -> int:
-        """The number of trials before the optimizer proposes."""
         return 1 + self.budget.random
 
     def propose(
@@ -133,12 +132,10 @@ class Record:
 
     @property
     def ended(self) -> list[Trial]:
-        """The trials by number."""
         return [self.trials[number] for number in sorted(self.trials)]
 
     @property
     def best(self) -> Trial | None:
-        """The first trial with the highest objective."""
         found = [trial for trial in self.ended if trial.objective is not None]
         return max(found, key=lambda trial: trial.objective or 0.0, default=None)
 
@@ -158,7 +155,6 @@ class Study:
     report: Callable[[Trial], None] = lambda _: None
 
     def run(self) -> None:
-        """Run one trial after the other."""
         while proposals := self.next():
             self.add(attempt(self.evaluate, *proposals[0]))
 
@@ -174,7 +170,7 @@ class Study:
 
     def run_part(self, place: int, size: int) -> None:
         """Run the trial at a place, from 1, of the next round, and leave it to `run_rounds`."""
-        # Nobody adds to the record within a round, so that all parts see the same proposals.
+        # The record does not change within a round, so that all parts see the same proposals.
         for proposal in self.next(size)[place - 1 : place]:
             if not any(self._ended_parts(*proposal)):
                 trial = attempt(self.evaluate, *proposal)
@@ -206,7 +202,6 @@ class Study:
         return [*proposals.items()]
 
     def add(self, trial: Trial) -> None:
-        """Score a trial and record it."""
         if trial.error is None:
             try:
                 objective = self.search.space.score(trial.metrics)
