@@ -18,7 +18,7 @@ from lightning_rob.defenses.transductive import (
     shuffled,
 )
 from lightning_rob.objectives import check_labels, cross_entropy
-from lightning_rob.randomness import Generator, Streams
+from lightning_rob.randomness import Generator
 from lightning_rob.rules import Rule, mean_probs
 
 # to a Tensor; jsonargparse takes Tensor to mean a factory
@@ -58,7 +58,8 @@ class TADV(Retraining):
         rule: Rule = mean_probs,
     ) -> None:
         super().__init__(net, source, epochs, batch_size, optimizer, lr_scheduler, augment, rule)
-        check_fraction(fraction)
+        if not 0 < fraction <= 1:
+            raise ValueError(f"fraction must be in (0, 1], got {fraction}")
         self.attack = attack
         self.fraction = fraction
 
@@ -80,12 +81,6 @@ class TADV(Retraining):
             yield loss, step % length == 0
 
 
-def check_fraction(fraction: float) -> None:
-    """Raise ValueError for a fraction of attacked images outside (0, 1]."""
-    if not 0 < fraction <= 1:
-        raise ValueError(f"fraction must be in (0, 1], got {fraction}")
-
-
 def half_adversarial(
     defense: Defense,
     x: Tensor,
@@ -97,8 +92,6 @@ def half_adversarial(
     """Compute (1 - fraction) * CE of the first images + fraction * CE of the others, attacked."""
     # Half of an odd number is rounded up for the attack.
     clean = math.ceil((1 - fraction) * len(x) - 0.5)
-    if isinstance(generator, Streams):
-        generator = generator[torch.arange(clean, len(x), device=x.device)]
     x_adv = attack(defense, x[clean:], y[clean:], generator)
     # One forward, as released: both parts share the statistics of BatchNorm.
     logits = defense.logits(torch.cat([x[:clean], x_adv]))[0]

@@ -41,7 +41,6 @@ METHODS = {
     "DVERGE": {"members": 3, "layers": ["first", ""], "warmup_epochs": 2},
     "FreeTraining": {"threat": LINF, "replays": 2},
     "lightning_rob.modules.DANN": {"net": {"class_path": "tests.tiny.TinyDANN"}, "scale": 0.5},
-    "lightning_rob.modules.TADV": {"attack": pgd(keep_best=True)},
 }
 CHANGES_AFTER_EPOCH_2 = {"BAT", "BARRE", "IAT", "DVERGE"}  # another member or another loss
 STARTS = [(name, "at-step=10") for name in METHODS]  # inside of an epoch
