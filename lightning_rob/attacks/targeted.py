@@ -130,6 +130,7 @@ class HighConfidence(AttackDecorator):
             )
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        # An image stays as it is unless a run raises the confidence in a wrong class.
         x_best, best_confidence = x, self._confidence(defense, x, y, generator)
         with torch.no_grad():
             logits, _ = defense.sample_logits(x, generator, self.attack.draws)

@@ -190,6 +190,7 @@ class PAA(Attack):
             # The perturbations of each candidate, zero where it is fooled.
             added = active.x.new_zeros(len(members), *active.x.shape)
             for rank, member, rows, part in active.against(members):
+                # Even numbers are of attacks, odd ones of predictions, whose draws are others.
                 noise = part.noise(2 * turn, member)
                 tried = attack_member(self.inner, ensemble, member, part.x_adv, part.y, noise)
                 added[rank, rows] = tried - part.x_adv

@@ -88,6 +88,7 @@ def read_command_line(command: str, *args: str) -> CommandLine:
     if unnamed and find_recipe(unnamed[0]) and not Path(unnamed[0]).exists():
         raise InputError(f"{unnamed[0]} is a recipe: --config {unnamed[0]}")
     joined = [arg if arg.startswith("-") else f"--{name}={arg}" for arg in joined]
+    # What a recipe may import is settled here, before any recipe is read.
     allowed = [arg.partition("=")[2] for arg in joined if arg.partition("=")[0] == OPTION]
     joined = [arg for arg in joined if arg.partition("=")[0] != OPTION]
     known = {*OF_RUN, *PARTS, *(option.removeprefix("--") for option in kinds)}
@@ -140,6 +141,7 @@ def _read_argument(arg: str, known: set[str], kinds: dict[str, Any]) -> tuple[st
 
 
 def _read_config(value: str, file: Path | None, known: set[str]) -> dict[str, Any]:
+    # A line break, a key or a brace makes it YAML; all else is the name of a file or a recipe.
     if file is None and re.search(r"\n|: |^\s*\{", value):
         content = load(value)
     elif file is None and not Path(value).exists():

@@ -83,6 +83,7 @@ def ending_children() -> Iterator[None]:
     def leave(signum: int, frame: Any) -> None:
         raise SystemExit(128 + signum)
 
+    # Python lets the main thread alone set handlers; a notebook may call from another one.
     here = threading.current_thread() is threading.main_thread()
     signals = (signal.SIGTERM, signal.SIGINT) if here else ()
     handlers = {signum: signal.signal(signum, leave) for signum in signals}

@@ -148,6 +148,7 @@ class Submission:
         if not self.scores:
             self.reasons.append("no scores: --evaluate attacks it")
             return
+        # The scores are the submitter's: what needs no attack is compared before some are repeated.
         own = self.scores.get("protocol", {})
         for key, wanted in asdict(protocol).items():
             if own.get(key) != wanted:

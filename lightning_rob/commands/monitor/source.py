@@ -136,6 +136,7 @@ class Bucket(RemoteSource):
         found: dict[str, Stamp] = {}
         for name in filter(CHECKPOINT.fullmatch, infos):
             parts: list[Any] = []
+            # A new manifest beside an old checkpoint is a change too: it may be complete only now.
             for info in (infos[part] for part in (name, _manifest_of(name)) if part in infos):
                 change = next((info[key] for key in CHANGES if info.get(key)), "")
                 parts += [str(change), info.get("size", 0)]
