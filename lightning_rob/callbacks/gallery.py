@@ -97,6 +97,7 @@ class Gallery(EvaluationCallback):
             i = int(left[j])
             case = GalleryRow(int(y[i]), x[i].cpu().clone(), weak[i], strong[j])
             self.kept.append((-float(after[i]), int(index[i]), case))
+        # Shown are those that the weak attack left most right: there the strong one did most.
         self.kept = sorted(self.kept, key=lambda item: item[:2])[: self.count]
         self.advance(self.name, 2 * len(x))
 

@@ -50,6 +50,7 @@ class Images(ImageData):
             folder = self.root / part
             inside = folder.iterdir() if folder.is_dir() else ()
             names[part] = sorted(file.name for file in inside if file.is_dir())
+        # ImageNet's test images have no labels: `val` is the test then.
         self.test = "test" if names["test"] else "val"
         self.has_val_folder = bool(names["test"] and names["val"])
         self.classes = len(names["train"])

@@ -78,6 +78,7 @@ def comparison(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Block]:
     rows: list[tuple[Run, str, Results]] = []
     for run, name in zip(runs, names, strict=True):
         final = run.evaluations.last()
+        # The clean accuracy of a part of a defense is not that of the run.
         shown = [r for r in final if r.target == WHOLE or r.name != "clean"]
         by_column: Results = {(*r.key, listed(sorted(threats(r, final)))): r for r in shown}
         rows += [(run, name, by_column)] if by_column else []

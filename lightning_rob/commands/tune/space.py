@@ -62,6 +62,7 @@ class Space:
         for name, section in mappings.items():
             if not isinstance(section, dict):
                 raise ValueError(f"{name} must be a mapping, got {section!r}")
+        # All is checked here: a trial would only find out after its training.
         variables, objective, trial, budget = mappings.values()
         if not (variables and objective):
             raise ValueError("it needs variables and an objective, such as {val/robust/pgd: 1.0}")
