@@ -80,15 +80,11 @@ class SGM(Backward):
 
         blocks = dict.fromkeys(block for net in residual_blocks(defense) for block in net)
         branches = [each for block in blocks for each in block.branches if each.unchanged]
-        if not branches:
-            raise TypeError(
-                "SGM needs skip connections that pass their input on as it is, found none"
-            )
         chosen = [each for each in branches if self.first_blocks or not each.block.first_of_stage]
         if not chosen:
             raise TypeError(
-                "SGM leaves the first block of each stage as it is, and there are no others here: "
-                "SGM(first_blocks=True) shrinks those too"
+                f"SGM shrinks none of {len(branches)} skip connections that pass their input on as "
+                "it is; first_blocks=True shrinks those of the first block of each stage too"
             )
         for branch in chosen:
             graph = branch.block.graph

@@ -241,6 +241,7 @@ def _warn_if_blind(defense: Defense, x_adv: Tensor, y: Tensor, sight: Sight) -> 
     blind = sight.blind == 1
     if defense.transductive or int(blind.sum()) < ENOUGH:
         return
+    # Only a suspicion pays for one more prediction.
     noise = torch.Generator().manual_seed(0)
     with torch.no_grad(), seeded_global_rng(noise, x_adv.device), evaluating(defense):
         right = defense(x_adv, noise).argmax(1) == y

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from lightning_rob.attacks import Attack
 from lightning_rob.callbacks.base import EvaluationCallback, with_threat
-from lightning_rob.callbacks.image_grid import image_grid
 from lightning_rob.callbacks.images import Images, checkpoint_position
-from lightning_rob.callbacks.loggers import log_picture, run_folder, writing_folder
+from lightning_rob.callbacks.loggers import image_grid, log_picture, run_folder, writing_folder
 from lightning_rob.callbacks.progress import console_of
 from lightning_rob.data.base import labelled_images
 from lightning_rob.defenses import Defense
@@ -28,7 +27,6 @@ from lightning_rob.evaluation.evaluator import (
 )
 from lightning_rob.evaluation.findings import warn_of
 from lightning_rob.evaluation.groups import Batch
-from lightning_rob.evaluation.images import save_images
 from lightning_rob.evaluation.protocol import RoundProtocol
 from lightning_rob.evaluation.records import (
     SESSION,
@@ -38,7 +36,7 @@ from lightning_rob.evaluation.records import (
     versions,
 )
 from lightning_rob.evaluation.results import EvaluationResult, worst_measurement
-from lightning_rob.evaluation.store import KNOWN, PerImageResults
+from lightning_rob.evaluation.store import KNOWN, PerImageResults, save_images
 from lightning_rob.evaluation.suites import plug_in_for
 from lightning_rob.runtime.errors import at_least
 from lightning_rob.runtime.identity import attack_spec, cache_key, fingerprint
@@ -335,7 +333,7 @@ class Evaluation:
             "rule": attack_spec(self.defense.rule),
             "target": self.target_name,
             "data": f"{type(data).__name__}, {number} images",
-            "group_size": self.settings.group_size if self.images.grouped else batches,
+            "group_size": batches if self.images.positions is None else self.settings.group_size,
             "protocol": self.details.get("protocol"),
             "save_images": self.first.save_images,
             "names": list(self.attacks),  # the order of the columns

@@ -1,14 +1,21 @@
 """Errors of jsonargparse and torch, shortened to one line that says what would be right."""
 
 import re
+from contextlib import suppress
+from functools import cache
+from importlib import import_module
+from inspect import isclass, signature
 
-from lightning_rob.cli.spelling import unknown_class
+from lightning_rob.recipes.shipped import shipped_folder
 from lightning_rob.recipes.trust import explain
-from lightning_rob.runtime.errors import InputError
+from lightning_rob.runtime.errors import InputError, nearest
+
+FOLDERS = ("modules", "data", "attacks", "callbacks", "nets", "defenses", "transforms", "threat")
 
 NOISE = re.compile(
     r"\s*(Does not validate against|Subtypes:|Errors:|Expected a <class 'NoneType'>|Given value|"
-    r"Not a valid subclass of|Subclass types expect|a class path \(str\)|a dict with).*"
+    r"Not a valid subclass of|Subclass types expect|a class path \(str\)|a dict with|"
+    r"Problem with given class_path|Importing).*"
     r"|Expected a path but .* either not accessible or invalid"
 )
 PHRASES = {
@@ -22,8 +29,12 @@ PHRASES = {
 
 def shorten_jsonargparse_error(message: str) -> str:
     """Reduce jsonargparse's tree of reasons to the innermost ones, without tried types."""
-    if refused := explain(message):
-        return refused
+    # An option that a callback lacks is tried as one of `Callback`, which may not be imported.
+    if not re.search("is not accepted|there is no option", message):
+        if own := re.search(r"Importing '(lightning_rob\.\w+)' is not allowed", message):
+            return unknown_class(own[1])
+        if refused := explain(message):
+            return refused
     kept = [NOISE.sub("", re.sub(r"^\s*(- )*", "", line)).strip() for line in message.splitlines()]
     text = " ".join(dict.fromkeys(line for line in kept if line)) or message
     for original, phrase in PHRASES.items():
@@ -33,12 +44,47 @@ def shorten_jsonargparse_error(message: str) -> str:
         lambda found: unknown_class(found[1]),
         text,
     )
-    text = text.strip()
+    text = re.sub(
+        r"Option '([\w.]+)' is not accepted|unrecognized arguments: --([\w.]+)\S*",
+        lambda found: unknown_option(found[1] or found[2]),
+        text,
+    ).strip()
     given = re.search(r"Given value: (?!NestedArg)(.+)", message)
     if given and "expected " in text and "Got value" not in text:
         text += f". Got value: {given[1]:.60}"
     missing = " must name a class: its name, or class_path and init_args"
     return text + (missing if text.endswith(":") else "")
+
+
+def unknown_class(name: str) -> str:
+    """Return the error for a class or plug-in that does not exist."""
+    if "/" in name or name.endswith(".yaml"):
+        return f"there is no file {name}"
+    known = [*_arguments(), *(path.stem for path in (shipped_folder() / "callbacks").glob("*"))]
+    hint = nearest(name.rpartition(".")[2], known, ": lightning-rob recipes lists plug-ins")
+    return f"nothing here is called {name!r}{hint}"
+
+
+def unknown_option(name: str) -> str:
+    """Return the error for an argument that a class does not have."""
+    known = {"model", "data", "trainer"}.union(*_arguments().values())
+    wrong = next((part for part in name.split(".") if part not in known), name)
+    return f"there is no option {name}{nearest(wrong, known, '; try --help all')}"
+
+
+@cache
+def _arguments() -> dict[str, set[str]]:
+    """Return the arguments of each class that a recipe may name, those of its bases included."""
+    names = [f"lightning_rob.{folder}" for folder in FOLDERS]
+    names += ["lightning.pytorch", "lightning.pytorch.callbacks", "lightning.pytorch.loggers"]
+    found: dict[str, set[str]] = {}
+    for name in names:
+        for kind in filter(isclass, vars(import_module(name)).values()):
+            for base in kind.__mro__:
+                with suppress(ValueError, TypeError):  # a class written in C
+                    init = signature(base.__init__)  # type: ignore[misc]
+                    found.setdefault(kind.__name__, set()).update(init.parameters)
+    return found
 
 
 def shorten_state_dict_error(error: RuntimeError) -> Exception:

@@ -216,6 +216,7 @@ def indexed_groups(
             raise ValueError(f"order {protocol.order!r} needs a DataLoader that knows its images")
         yield from regrouped(counted(batches, unpack), size)
         return
+    # Images are fetched by position: the loader's order and batch size change no score.
     chosen = choose(len(served), settings.max_images, settings.seed)
     positions = torch.tensor(served, dtype=torch.int64)[chosen]
     if protocol is not None:

@@ -67,8 +67,7 @@ def optimal_sampling(
             one drawn member.
     """
     at_least(1, steps=steps)
-    if not tolerance >= 0:
-        raise ValueError(f"tolerance must not be negative, got {tolerance}")
+    at_least(0, tolerance=tolerance)
     if not isinstance(ensemble, Ensemble) or ensemble.rule is not random_member:
         raise ValueError("optimal_sampling is for an Ensemble of which one drawn member predicts")
     settings = EvaluationSettings(seed=seed, max_images=max_images)

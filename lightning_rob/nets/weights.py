@@ -65,6 +65,7 @@ def load_weights(
     if nonfinite := [name for name, entry in state.items() if not entry.isfinite().all()]:
         named = f"{len(nonfinite)} weights are not finite ({_shortened(nonfinite)})"
         raise ValueError(f"{path}: {named}")
+    # All checks come before the first change: a network that is refused stays as it was.
     if normalizer is not None:
         _take_statistics(net, tensors, path, normalizer)
     part.load_state_dict(state)
