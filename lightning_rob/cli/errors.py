@@ -1,16 +1,10 @@
 """Errors of jsonargparse and torch, shortened to one line that says what would be right."""
 
 import re
-from contextlib import suppress
-from functools import cache
-from importlib import import_module
-from inspect import isclass, signature
 
-from lightning_rob.recipes.shipped import shipped_folder
+from lightning_rob.cli.spelling import unknown_class, unknown_option
 from lightning_rob.recipes.trust import explain
-from lightning_rob.runtime.errors import InputError, nearest
-
-FOLDERS = ("modules", "data", "attacks", "callbacks", "nets", "defenses", "transforms", "threat")
+from lightning_rob.runtime.errors import InputError
 
 NOISE = re.compile(
     r"\s*(Does not validate against|Subtypes:|Errors:|Expected a <class 'NoneType'>|Given value|"
@@ -54,37 +48,6 @@ def shorten_jsonargparse_error(message: str) -> str:
         text += f". Got value: {given[1]:.60}"
     missing = " must name a class: its name, or class_path and init_args"
     return text + (missing if text.endswith(":") else "")
-
-
-def unknown_class(name: str) -> str:
-    """Return the error for a class or plug-in that does not exist."""
-    if "/" in name or name.endswith(".yaml"):
-        return f"there is no file {name}"
-    known = [*_arguments(), *(path.stem for path in (shipped_folder() / "callbacks").glob("*"))]
-    hint = nearest(name.rpartition(".")[2], known, ": lightning-rob recipes lists plug-ins")
-    return f"nothing here is called {name!r}{hint}"
-
-
-def unknown_option(name: str) -> str:
-    """Return the error for an argument that a class does not have."""
-    known = {"model", "data", "trainer"}.union(*_arguments().values())
-    wrong = next((part for part in name.split(".") if part not in known), name)
-    return f"there is no option {name}{nearest(wrong, known, '; try --help all')}"
-
-
-@cache
-def _arguments() -> dict[str, set[str]]:
-    """Return the arguments of each class that a recipe may name, those of its bases included."""
-    names = [f"lightning_rob.{folder}" for folder in FOLDERS]
-    names += ["lightning.pytorch", "lightning.pytorch.callbacks", "lightning.pytorch.loggers"]
-    found: dict[str, set[str]] = {}
-    for name in names:
-        for kind in filter(isclass, vars(import_module(name)).values()):
-            for base in kind.__mro__:
-                with suppress(ValueError, TypeError):  # a class written in C
-                    init = signature(base.__init__)  # type: ignore[misc]
-                    found.setdefault(kind.__name__, set()).update(init.parameters)
-    return found
 
 
 def shorten_state_dict_error(error: RuntimeError) -> Exception:

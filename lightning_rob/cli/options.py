@@ -1,5 +1,6 @@
 """The command line as it is read before torch is imported: names replaced, options parsed."""
 
+import os
 import re
 from argparse import Action, RawDescriptionHelpFormatter
 from collections.abc import Iterable, Sequence
@@ -11,6 +12,7 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 import jsonargparse
 
 from lightning_rob.cli.errors import shorten_jsonargparse_error
+from lightning_rob.cli.spelling import PARTS, check_content, check_option
 from lightning_rob.commands.config import CommandConfig, config_of
 from lightning_rob.commands.specs import short
 from lightning_rob.recipes.plugins import expand
@@ -22,10 +24,9 @@ from lightning_rob.recipes.safe_yaml import (
     reading_recipes,
 )
 from lightning_rob.recipes.shipped import find_checkpoint, find_recipe, shipped_folder
-from lightning_rob.recipes.trust import OPTION
+from lightning_rob.recipes.trust import OPTION, VARIABLE
 from lightning_rob.runtime.errors import InputError, nearest
 
-PARTS = ("model", "data", "trainer")  # of a recipe
 NAMED = ("best", "last", "hpc", "null", "")  # checkpoints that are no files
 CONFIG = ("--config", "-c")
 WITHOUT_VALUE = re.compile(r"-h|--help|--print_config")
@@ -94,6 +95,14 @@ def read_command_line(command: str, *args: str) -> CommandLine:
     known = {*OF_RUN, *PARTS, *(option.removeprefix("--") for option in kinds)}
     refuse_unknown(joined, known)
     read = [_read_argument(arg, known, kinds) for arg in joined]
+    if not (allowed or os.environ.get(VARIABLE)):  # else any class may be meant
+        for arg, content in read:
+            option, _, value = arg.removeprefix("--").partition("=")
+            added = option == "trainer.callbacks+"
+            check_content(load(value), "trainer.callbacks") if added else check_option(
+                option, value
+            )
+            check_content(content)
     parts = [part for _, part in read]
     options = None
     if config and not any(map(asks_for_page, joined)):

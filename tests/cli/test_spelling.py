@@ -8,6 +8,9 @@ import sys
 import pytest
 
 from lightning_rob.cli.options import read_command_line
+from lightning_rob.cli.spelling import check_content
+from lightning_rob.recipes.plugins import expand
+from lightning_rob.recipes.safe_yaml import load_file
 from lightning_rob.recipes.shipped import shipped_folder
 from lightning_rob.recipes.trust import VARIABLE
 from tests.tiny import ROOT, run
@@ -32,17 +35,8 @@ MISSPELT = [  # command line, and what the error must hold
     (["test", "a.ckpt", "b.ckpt"], "test takes 'b.ckpt' only as the value of an option"),
     (["compare", "a.csv", "--makdown=x"], "did you mean --markdown"),
     (["recipes", "demoo"], "did you mean demo"),
-]
-FILES = {
-    "KEY.yaml": "trianer: {max_epochs: 3}\n",
-}
-NESTED = [  # classes and their arguments, which jsonargparse refuses
     ([*DEMO, "--model=BATT"], "did you mean BAT?"),
-    ([*DEMO, "--model.atack.steps=3"], "there is no option atack.steps, did you mean attack"),
-    ([*DEMO, "--model.attack.stps", "3"], "there is no option stps, did you mean steps"),
-    ([*DEMO, "--model.attack.threat.esp=0.1"], "no option threat.esp, did you mean eps?"),
-    ([*DEMO, "--model.attack=PDG"], "nothing here is called 'PDG', did you mean PDGD or PGD?"),
-    ([*DEMO, "--model.attack.help=PDG"], "nothing here is called 'PDG', did you mean PDGD or PGD?"),
+    ([*DEMO, "--model.atack.steps=3"], "there is no option model.atack.steps, did you mean attack"),
     ([*DEMO, "--data.eval_batch_siz=3"], "did you mean eval_batch_size"),
     ([*DEMO, "--data=Digits6k"], "did you mean Digits5k"),
     ([*DEMO, "--trainer.max_epoch=3"], "did you mean max_epochs"),
@@ -51,7 +45,20 @@ NESTED = [  # classes and their arguments, which jsonargparse refuses
     ([*DEMO, "--trainer.callbacks+=lightning_rob.RobustEvil"], "did you mean RobustEval"),
     ([*DEMO, "--trainer.logger", "CSVLoger"], "did you mean CSVLogger"),
     ([*DEMO, "--trainer.callbacks+={class_path: Timer, init_args: {durration: 1}}"], "duration"),
-    (["test", ZOO, "--model.atack=3"], "there is no option atack, did you mean attack"),
+    (["test", ZOO, "--model.atack=3"], "no option model.atack, did you mean attack"),
+    ([*DEMO, "--config", "CLASS.yaml"], "nothing here is called 'lightning_rob.PGDD'"),
+    ([*DEMO, "--config", "ARGUMENT.yaml"], "no option model.attack.stps, did you mean steps"),
+]
+FILES = {
+    "KEY.yaml": "trianer: {max_epochs: 3}\n",
+    "CLASS.yaml": "model: {attack: {class_path: lightning_rob.PGDD}}\n",
+    "ARGUMENT.yaml": "model: {attack: {class_path: PGD, init_args: {stps: 3}}}\n",
+}
+NESTED = [  # deeper classes and arguments, which jsonargparse refuses
+    ([*DEMO, "--model.attack.stps", "3"], "there is no option stps, did you mean steps"),
+    ([*DEMO, "--model.attack.threat.esp=0.1"], "no option threat.esp, did you mean eps?"),
+    ([*DEMO, "--model.attack=PDG"], "nothing here is called 'PDG', did you mean PDGD or PGD?"),
+    ([*DEMO, "--model.attack.help=PDG"], "nothing here is called 'PDG', did you mean PDGD or PGD?"),
 ]
 RUN_ALL = """
 import contextlib, io, json, sys, time
@@ -97,6 +104,15 @@ def test_a_misspelt_class_or_argument_is_named(case, capsys):
     assert ended.value.code == 2
     (error,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
     assert wanted in error
+
+
+def test_no_name_of_a_recipe_is_taken_for_a_misspelt_one():
+    folder = shipped_folder()
+    for file in (folder / "configs").rglob("*.yaml"):
+        if "spaces" not in file.parts:
+            check_content(load_file(file, "a recipe"))
+    for file in (folder / "callbacks").glob("*.yaml"):
+        check_content(expand(str(file), folder), "trainer.callbacks")
 
 
 CHECKPOINT = f"--ckpt_path={shipped_folder()}/zoo/digits_robust/checkpoints/last.ckpt"
