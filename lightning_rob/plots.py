@@ -193,6 +193,11 @@ def heat_map(
     unit: str = "accuracy in %",
 ) -> Figure:
     """Draw a matrix [R, C] in [0, 1] as numbers in per cent, with shades that span 0 to 100 %."""
+    if matrix.shape != (len(rows), len(columns)):
+        raise ValueError(
+            f"a matrix {list(matrix.shape)} needs as many names, "
+            f"got {len(rows)} rows and {len(columns)} columns"
+        )
     percent = 100 * matrix.detach().cpu().double()
     figure = blank(max(CELL * len(columns), 1.2) + 1.7, max(CELL * len(rows), 1.2) + 1.1)
     axes = figure.add_subplot()

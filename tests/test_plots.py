@@ -44,7 +44,7 @@ def test_heat_map_says_each_number_in_its_place_and_readably():
     assert axes.get_ylabel() == "predicting member"
     assert [label.get_text() for label in axes.get_xticklabels()] == list("wxyz")
     assert figure.get_suptitle() == "a title"
-    with pytest.raises(ValueError, match="does not match the number of labels"):
+    with pytest.raises(ValueError, match=r"\[2, 3\] needs as many names, got 3 rows and 2 columns"):
         heat_map(torch.zeros(2, 3), list("abc"), list("ab"))
 
 

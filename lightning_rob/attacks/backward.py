@@ -60,9 +60,6 @@ class SGM(Backward):
         gamma: factor in (0, 1] of each residual branch's gradient; 1 is the exact gradient.
         first_blocks: shrink the first block of each stage too, as in eq. 5, a product over all
             blocks. Needed where stages have one block only, as in a ResNet-8.
-
-    Raises:
-        TypeError: when entered, the defense has no residual blocks, or none that would shrink.
     """
 
     gamma: float = 0.5
@@ -105,9 +102,6 @@ class LinBP(Backward):
     Args:
         start: share in [0, 1) of the residual branches, counted from the image, that keep their
             exact gradient; the paper starts at 1/2 in a ResNet-50 (block 1 of layer 3).
-
-    Raises:
-        TypeError: when entered, the defense has no residual blocks, or there is no ReLU in them.
     """
 
     start: float = 0.5
@@ -279,9 +273,6 @@ class SurrogateTransforms(Backward):
             variance (RT paper, appendix B.2). "batch": all images share them too, as good for each
             image and faster.
         gradients: gradients of the transforms, see `RandomTransforms`; None leaves the defense's.
-
-    Raises:
-        TypeError: when entered, the defense has no random transforms.
     """
 
     shared_order: Shared = True

@@ -67,11 +67,7 @@ class TAA(Attack):
 
 @dataclass(frozen=True)
 class OnDifferentiable(AttackDecorator):
-    """Attack the members that have a gradient, all at once and through their transformations.
-
-    Raises:
-        TypeError: when called on a defense that is no `TransformEnsemble`, or lacks such members.
-    """
+    """Attack the members that have a gradient, all at once and through their transformations."""
 
     made_for: ClassVar[tuple[str, ...]] = ("transformed",)
     knowledge: ClassVar[str] = "the sub-models that have a gradient"
@@ -119,10 +115,6 @@ class PAA(Attack):
         mean_bound: the paper's bound on the mean dissimilarity of a set, below `max_dissimilarity`:
             all images of a batch stop before the move that would leave it. Attack the whole set in
             one batch. None is no such bound.
-
-    Raises:
-        ValueError: when called with a ranking of members that are no candidates, or repeat one.
-        TypeError: when called on a defense that is no `TransformEnsemble`, or has no candidates.
     """
 
     made_for: ClassVar[tuple[str, ...]] = ("transformed",)

@@ -31,9 +31,6 @@ def load(path: str | os.PathLike[str], allow_import: str | Sequence[str] = ()) -
             of which only model.safetensors and config.json are fetched; or "zoo:digits_robust", a
             trained network of this package.
         allow_import: packages of yours that it may name, as of `--allow-import`.
-
-    Raises:
-        InputError: no such file, not a checkpoint, or one without a recipe.
     """
     return as_defense(load_module(path, allow_import)).eval()
 
@@ -68,9 +65,6 @@ def load_callbacks(
     """Return the callbacks of plug-in files, by path or by short name such as "arc".
 
     A suite stands for several callbacks; `allow_import` is as of `load`.
-
-    Raises:
-        InputError: there is no such plug-in.
     """
     entries = expand([names] if isinstance(names, str) else list(names), Path.cwd())
     return [_built(Callback, entry, allow_import) for entry in entries]

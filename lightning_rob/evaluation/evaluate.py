@@ -107,10 +107,6 @@ def evaluate(
     Returns:
         The scores, image by image, with accuracies, intervals and comparisons, and `findings`: what
         makes an accuracy suspicious. Each that is severe or a warning is a `FindingWarning` too.
-
-    Raises:
-        ValueError: no attacks, another word, a word without `eps` or attacks with one, a count
-            below 1, or images of equal index.
     """
     defense = as_defense(model, preprocess)
     if isinstance(attacks, str) != (eps is not None):

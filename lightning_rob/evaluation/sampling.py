@@ -61,10 +61,6 @@ def optimal_sampling(
         steps: the largest number of attacks on each image.
         tolerance: of the accuracy; the search ends when no probabilities can keep more than this
             above the best so far.
-
-    Raises:
-        ValueError: no step, a negative tolerance, no image, or an ensemble that does not predict by
-            one drawn member.
     """
     at_least(1, steps=steps)
     at_least(0, tolerance=tolerance)

@@ -79,9 +79,6 @@ def default_attacks(defense: Defense, threat: Threat) -> dict[str, Attack]:
 
     Adaptive PGD of 20 steps: on the expected loss, on the loss of the mean logits, and with five
     restarts. For randomized ensembles ARC as in the paper, and the climb, which is the strongest.
-
-    Raises:
-        ValueError: the defense adapts: no attack is usual for all of those.
     """
     if defense.transductive:
         raise ValueError(

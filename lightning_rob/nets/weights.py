@@ -87,9 +87,6 @@ def member_prefixes(
         prefix: place of the ensemble in the file, or a part of it; None searches.
         rename: as in `load_weights`.
         drop: as in `load_weights`.
-
-    Raises:
-        ValueError: the file is not a checkpoint, or holds no or several such ensembles.
     """
     tensors = dict(named_tensors(read_file(path)))
     places = []
