@@ -1,5 +1,6 @@
 """The documentation: links lead somewhere, examples print what is shown, the site builds."""
 
+import json
 import os
 import re
 import runpy
@@ -22,6 +23,7 @@ FOLDERS = ("docs", ".github")
 PAGES = {page.name: page for folder in FOLDERS for page in sorted((ROOT / folder).glob("*.md"))}
 PAGES["README.md"] = ROOT / "README.md"
 TUTORIALS = {path.stem: path for path in sorted((ROOT / "docs/tutorials").glob("*.py"))}
+REPOSITORY = re.search(r'^Repository = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.M)[1]
 CONSTANTS = {"ALEXNET_ERRORS", "GROUP_SIZE", "__version__"}
 CODE = re.compile(r"```.*?```", re.S)
 
@@ -127,22 +129,50 @@ def broken_links(site):
                 yield f"{page.relative_to(site)}: {link}"
 
 
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """The pages from which the site is built, tutorials without output."""
+    folder = tmp_path_factory.mktemp("pages") / "pages"
+    line = [sys.executable, "docs/write_pages.py", str(folder), "--without_output"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run(line, check=True, cwd=ROOT, env=environment)
+    return folder
+
+
+@pytest.mark.parametrize("name", TUTORIALS)
+def test_a_notebook_has_the_code_of_its_page(name, pages):
+    page = (pages / f"tutorials/{name}.md").read_text()
+    book = json.loads((pages / f"tutorials/{name}.ipynb").read_text())
+    assert (book["nbformat"], book["nbformat_minor"]) == (4, 4)
+    assert f"]({name}.ipynb)" in page
+    cells = ["".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == "code"]
+    assert cells == re.findall(r"```python\n(.*?)\n```", page, re.S)
+    compile("\n".join(cells), name, "exec")
+    text = "\n".join("".join(c["source"]) for c in book["cells"] if c["cell_type"] == "markdown")
+    assert "Next: [" in text
+    for link in re.findall(r"\]\(([^)#]*)", text):
+        assert (ROOT / link.removeprefix(f"{REPOSITORY}/blob/main/")).exists(), link
+
+
 @pytest.mark.skipif(find_spec("mkdocstrings") is None, reason='needs pip install -e ".[docs]"')
-def test_the_site_has_every_public_name(tmp_path):
+def test_the_site_has_every_public_name(pages, tmp_path):
     from mkdocstrings import Inventory
 
-    line = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-    environment = os.environ | {"RUN_TUTORIALS": "false", "PYTHONPATH": str(ROOT)}
-    built = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, env=environment)
+    config = {"INHERIT": str(ROOT / "mkdocs.yml"), "docs_dir": str(pages)}
+    (tmp_path / "mkdocs.yml").write_text(json.dumps(config))
+    site = tmp_path / "site"
+    line = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    built = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert built.returncode == 0, built.stderr
-    assert not list(broken_links(tmp_path))
-    with (tmp_path / "objects.inv").open("rb") as file:
+    assert not list(broken_links(site))
+    with (site / "objects.inv").open("rb") as file:
         documented = set(Inventory.parse_sphinx(file))
     public = [getattr(lightning_rob, name) for name in dir(lightning_rob) if name not in CONSTANTS]
     assert {f"{part.__module__}.{part.__qualname__}" for part in public} <= documented
-    pages = [page.read_text() for page in tmp_path.rglob("*.html")]
-    assert len(pages) > 30
-    for page in pages:
+    built_pages = [page.read_text() for page in site.rglob("*.html")]
+    assert len(built_pages) > 30
+    for page in built_pages:
         assert 'src="http' not in page and "fonts.g" not in page  # no request leaves the site
 
 

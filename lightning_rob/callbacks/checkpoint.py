@@ -1,16 +1,24 @@
 """Checkpoints and early stopping by robust accuracy, in epochs in which it was measured."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
+from lightning_rob.callbacks.loggers import writing_folder
+from lightning_rob.callbacks.progress import console_of
 from lightning_rob.callbacks.robust_eval import RobustEval, full_defense
+from lightning_rob.evaluation.overfitting import EpochScores, Overfitting, better
+from lightning_rob.evaluation.records import append_records
+from lightning_rob.evaluation.results import WORST, EvaluationResult, worst_over
 
 PREFIX = "val/robust/"
 
@@ -76,6 +84,11 @@ class RobustCheckpoint(ModelCheckpoint):
     the end of a validation that measured the value. With `save_last` it also writes `last.ckpt`
     after every epoch.
 
+    At the end of a fit it says, and writes to `overfitting.jsonl` in the run's folder, how robust
+    accuracy changed since the best epoch, on validation images and, with
+    `RobustEval(train_images=True)`, on training images; `overfitting` has it. See
+    `lightning_rob.evaluation.Overfitting`.
+
     Args:
         monitor: logged value.
         mode: "max" if larger is better.
@@ -99,15 +112,65 @@ class RobustCheckpoint(ModelCheckpoint):
                 "ModelCheckpoint for steps or time"
             )
         self._save_on_train_epoch_end = False
+        self.best: Sequence[EpochScores] = ()
+        self.latest: EpochScores | None = None
+        self.overfitting: Overfitting | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         check_measured(trainer, str(self.monitor))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if measured(trainer, str(self.monitor)):
+            self._keep_scores(trainer)
             last, self.save_last = self.save_last, False
             super().on_validation_end(trainer, pl_module)
             self.save_last = last
+
+    def _keep_scores(self, trainer: Trainer) -> None:
+        """Keep the scores of this epoch and of the best ones, image by image."""
+        monitor = str(self.monitor)
+        if trainer.sanity_checking or self.mode == "min" or not monitor.startswith(PREFIX):
+            return
+        found = measurers(trainer, monitor)
+        # Callbacks that are evaluated together share a result.
+        val, train = (
+            list({id(each): each for each in results if each is not None}.values())
+            for results in ([e.result for e in found], [e.train_result for e in found])
+        )
+        name = monitor.removeprefix(PREFIX).removesuffix(found[0].inputs.suffix)
+        seen = torch.stack([val[0].rows.index, val[0].rows.label]).cpu().numpy()
+        # Fewer attacks on training images would leave a higher accuracy there.
+        trained = scores_of(train, name) if len(train) == len(val) else None
+        epoch = trainer.current_epoch
+        self.latest = EpochScores(epoch, crc32(seen.tobytes()), scores_of(val, name), trained)
+        self.best = better(self.best, self.latest)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say how robust accuracy changed since the best epoch."""
+        if self.latest is None:
+            return
+        folder = writing_folder(trainer)
+        if len({one.images for one in (*self.best, self.latest)}) > 1:
+            text = "validations had other images, so that epochs are not compared"
+        else:
+            self.overfitting = Overfitting.of(self.best, self.latest)
+            text = str(self.overfitting)
+            if folder is not None:
+                record = self.overfitting.record() | {"name": self.monitor}
+                append_records(folder / "overfitting.jsonl", [record])
+        if trainer.is_global_zero:
+            kept = f" Kept: {Path(self.best_model_path).name}." if self.best_model_path else ""
+            text = f"{self.monitor}: {text}.{kept}"
+            console_of(trainer).print(text, highlight=False, soft_wrap=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        epochs = [tuple(one) for one in (*self.best, self.latest) if one is not None]
+        return super().state_dict() | {"epochs": epochs}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if state_dict.get("epochs"):
+            *self.best, self.latest = (EpochScores(*one) for one in state_dict["epochs"])
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -124,6 +187,13 @@ class RobustCheckpoint(ModelCheckpoint):
         folder = Path(self.dirpath or "")
         path = super().format_checkpoint_name(metrics, filename, ver, prefix)
         return str(folder / str(Path(path).relative_to(folder)).replace("/", "-"))
+
+
+def scores_of(results: Sequence[EvaluationResult], name: str) -> Tensor:
+    """Return the scores [N] under an attack, or under the strongest of all results."""
+    worst = name == WORST
+    scores = worst_over(results).scores.mean(1) if worst else results[0].per_image(name)
+    return scores.float().cpu()
 
 
 class RobustEarlyStopping(EarlyStopping):

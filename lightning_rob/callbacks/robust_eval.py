@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
+from torch.utils.data import DataLoader, Subset
 
 from lightning_rob.attacks import Attack
 from lightning_rob.callbacks.base import EvaluationCallback, with_threat
@@ -26,7 +27,7 @@ from lightning_rob.evaluation.evaluator import (
     require_packages,
 )
 from lightning_rob.evaluation.findings import warn_of
-from lightning_rob.evaluation.groups import Batch
+from lightning_rob.evaluation.groups import Batch, choose
 from lightning_rob.evaluation.protocol import RoundProtocol
 from lightning_rob.evaluation.records import (
     SESSION,
@@ -89,6 +90,9 @@ class RobustEval(EvaluationCallback):
             adversarial images that exist by construction? See `lightning_rob.audit.power`.
         known_noise: attack a defense that predicts at random once more, by an attacker who knows
             its draws, and log `{stage}/robust/known_noise`; see `EvaluationResult.known_noise`.
+        train_images: attack as many training images too at each validation of a fit, a random
+            choice by the seed, and log `train/robust/{attack}`; without augmentation in a data
+            module of this package, in any other as its loader has them. `train_result` has them.
         **options: those of `EvaluationCallback`.
     """
 
@@ -107,6 +111,7 @@ class RobustEval(EvaluationCallback):
         private_draws: int = 1,
         power: int = 0,
         known_noise: bool = False,
+        train_images: bool = False,
         **options: Any,
     ) -> None:
         at_least(0, power=power)
@@ -126,8 +131,11 @@ class RobustEval(EvaluationCallback):
         self.record = record
         self.save_images = save_images
         self.power = power
+        self.train_images = train_images
         self.evaluations: list[Evaluation] = []
+        self.on_train: list[OnTrainImages] = []
         self.result: EvaluationResult | None = None
+        self.train_result: EvaluationResult | None = None
         self.results: list[Result] = []
 
     @property
@@ -169,8 +177,10 @@ class RobustEval(EvaluationCallback):
         together: dict[Hashable, list[RobustEval]] = {}
         for one in self.evaluated_for(trainer):
             one.result, one.results, one.evaluations = None, [], []
+            one.train_result, one.on_train = None, []
             if one.due(trainer):
-                how = (one.target, one.settings, one.panel, one.record, one.save_images, one.power)
+                shown = (one.panel, one.record, one.save_images)
+                how = (one.target, one.settings, *shown, one.power, one.train_images)
                 together.setdefault(how, []).append(one)
         # Other targets see the same images if these come in the same groups or rounds.
         passes: dict[Hashable, Images] = {}
@@ -185,7 +195,10 @@ class RobustEval(EvaluationCallback):
                 give_source(defense, lambda: labelled_images(trainer))
             self.evaluations.append(Evaluation(callbacks, images, defense, self.advance))
             images.attacks += len(self.evaluations[-1].attacks)
-        return list(passes.values())
+            fitting = trainer.state.fn == "fit" and not trainer.sanity_checking
+            if callbacks[0].train_images and fitting:
+                self.on_train.append(OnTrainImages(self.evaluations[-1]))
+        return [*passes.values(), *(one.images for one in self.on_train)]
 
     def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch, images: Images) -> None:
         """Score the batch under every attack; a sanity check tries no rounds."""
@@ -193,6 +206,9 @@ class RobustEval(EvaluationCallback):
             evaluator = evaluation.evaluator
             if evaluation.images is images and not (trainer.sanity_checking and evaluator.joint):
                 evaluator.score(*batch, keep=not trainer.sanity_checking)
+        for one in self.on_train:
+            if one.images is images:
+                one.evaluator.score(*batch)
 
     def finish_images(self, images: Images) -> None:
         """Gather the scores of all processes, and give them to the callbacks."""
@@ -201,6 +217,11 @@ class RobustEval(EvaluationCallback):
                 evaluation.result = images.result(evaluation.evaluator)
                 for callback in evaluation.callbacks:
                     callback.result = evaluation.result
+        for one in self.on_train:
+            if one.images is images:
+                one.result = images.result(one.evaluator)
+                for callback in one.callbacks:
+                    callback.train_result = one.result
 
     def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         finished: dict[Hashable, list[EvaluationResult]] = {}
@@ -240,6 +261,9 @@ class RobustEval(EvaluationCallback):
         known = [share for share in blind if not math.isnan(share)]
         self.log_value(pl_module, f"{stage}/robust/blind", max(known, default=0.0))
         warn_of(flagged.values())
+        for one in self.on_train:
+            for name in one.result.attacks:
+                self.log_value(pl_module, f"train/robust/{name}", one.result.accuracy(name))
         for callback in chain(*(evaluation.callbacks for evaluation in self.evaluations)):
             callback.log_more(pl_module, stage)
         if hook := getattr(pl_module, "on_robust_evaluation", None):
@@ -260,6 +284,37 @@ class RobustEval(EvaluationCallback):
             title += [type(defense).__name__] if defense.transductive else []
             title += [f"data loader {self.inputs.dataloader_idx}"] if self.inputs.suffix else []
             print_table(" · ".join(title), self.results, console_of(trainer))
+
+
+class OnTrainImages:
+    """The attacks of an evaluation on as many training images, for the gap between the two."""
+
+    result: EvaluationResult  # of all processes, once all images are attacked
+
+    def __init__(self, evaluation: "Evaluation") -> None:
+        images, self.callbacks = evaluation.images, evaluation.callbacks
+        trainer, settings = images.trainer, images.settings
+        served: Any = trainer.train_dataloader
+        data: Any = labelled_images(trainer) or getattr(served, "dataset", None)
+        if images.positions is None or not hasattr(data, "__len__"):
+            raise ValueError(
+                "train_images needs images with positions, for training and for validation: give "
+                "DataLoaders over data sets with a length, or leave it out"
+            )
+        chosen = choose(len(data), len(images.positions), settings.seed)
+        loader = DataLoader(
+            Subset(data, chosen.tolist()), images.loader.batch_size, collate_fn=served.collate_fn
+        )
+        attacks = len(evaluation.attacks)
+        # At the place of the validation images, whose limits then hold for them too.
+        loaders = [loader] * (images.place + 1)
+        self.images = Images(trainer, loaders, images.inputs, settings, images.protocol, attacks)
+        self.evaluator = Evaluator(
+            evaluation.defense,
+            evaluation.attacks,
+            settings,
+            attacked=lambda batch: evaluation.advance(batch.name, len(batch.index)),
+        )
 
 
 class Evaluation:

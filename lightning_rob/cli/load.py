@@ -13,6 +13,7 @@ from lightning_rob.commands.checkpoints import config_in_checkpoint, load_weight
 from lightning_rob.defenses import Defense
 from lightning_rob.evaluation.evaluate import as_defense
 from lightning_rob.nets.hub import CONFIG, HUB, WEIGHTS, hub_folder
+from lightning_rob.nets.hugging_face import PROCESSOR, TransformersNet, is_classifier
 from lightning_rob.recipes.plugins import expand
 from lightning_rob.recipes.safe_yaml import reading_recipes
 from lightning_rob.recipes.shipped import find_checkpoint
@@ -26,13 +27,27 @@ def load(path: str | os.PathLike[str], allow_import: str | Sequence[str] = ()) -
     No code in the file is run: it names classes of this package, and others only if allowed.
 
     Args:
-        path: the checkpoint; a folder that `lightning-rob export --format safetensors` wrote;
+        path: the checkpoint; a folder that `lightning-rob export --format safetensors` wrote, or
+            one of an image classifier of transformers (`lightning_rob.nets.TransformersNet`);
             "hf-hub:org/name" or "hf-hub:org/name@revision", such a folder on the Hugging Face hub,
-            of which only model.safetensors and config.json are fetched; or "zoo:digits_robust", a
-            trained network of this package.
+            of which only the named files are fetched; or "zoo:digits_robust", a trained network of
+            this package.
         allow_import: packages of yours that it may name, as of `--allow-import`.
     """
+    place = str(path)
+    folder = _fetched(place) if place.startswith(HUB) else Path(place)
+    if is_classifier(folder):
+        folder = _fetched(place, PROCESSOR) if place.startswith(HUB) else folder
+        return as_defense(TransformersNet(folder)).eval()
     return as_defense(load_module(path, allow_import)).eval()
+
+
+def _fetched(place: str, *more: str) -> Path:
+    """Return the folder of a repository on the hub, with the files that every one has, and more."""
+    try:
+        return hub_folder(place.removeprefix(HUB), (CONFIG, WEIGHTS, *more))
+    except (OSError, ValueError) as error:
+        raise InputError(str(error)) from error
 
 
 def load_module(
@@ -43,11 +58,8 @@ def load_module(
     Arguments and errors are those of `load`.
     """
     place = str(path)
-    try:
-        fetched = place.startswith(HUB) and hub_folder(place.removeprefix(HUB), (CONFIG, WEIGHTS))
-    except (OSError, ValueError) as error:
-        raise InputError(str(error)) from error
-    checkpoint = read_checkpoint(str(fetched or find_checkpoint(place)))
+    found = _fetched(place) if place.startswith(HUB) else find_checkpoint(place)
+    checkpoint = read_checkpoint(str(found))
     recipe = config_in_checkpoint(checkpoint, str(path))
     if recipe is None:
         raise ValueError(

@@ -12,6 +12,7 @@ from lightning_rob.evaluation.groups import GROUP_SIZE as GROUP_SIZE
 from lightning_rob.evaluation.groups import canonical_groups as canonical_groups
 from lightning_rob.evaluation.groups import group_loader as group_loader
 from lightning_rob.evaluation.groups import serves_once as serves_once
+from lightning_rob.evaluation.overfitting import Overfitting as Overfitting
 from lightning_rob.evaluation.protocol import AttackerDefenderSession as AttackerDefenderSession
 from lightning_rob.evaluation.protocol import RoundProtocol as RoundProtocol
 from lightning_rob.evaluation.results import EvaluationResult as EvaluationResult

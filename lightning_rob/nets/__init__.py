@@ -2,6 +2,7 @@
 
 from lightning_rob.nets.dann import DANNNet as DANNNet
 from lightning_rob.nets.dann import DANNResNet18 as DANNResNet18
+from lightning_rob.nets.hugging_face import TransformersNet as TransformersNet
 from lightning_rob.nets.mobilenet import MobileNetV1 as MobileNetV1
 from lightning_rob.nets.normalize import Normalize as Normalize
 from lightning_rob.nets.resnet import ResNet as ResNet

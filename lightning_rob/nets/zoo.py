@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor, nn
 
 from lightning_rob.nets.hub import CONFIG, HUB, WEIGHTS, hub_folder
+from lightning_rob.nets.hugging_face import PROCESSOR, TransformersNet, is_classifier
 from lightning_rob.nets.normalize import IMAGENET_MEAN, IMAGENET_STD, Normalize
 from lightning_rob.nets.robustbench import DEFAULT_FOLDER, NETWORKS
 from lightning_rob.nets.weights import load_weights
@@ -92,10 +93,21 @@ def robustbench_net(name: str, classes: int | None, weights: str | None) -> Foun
 
 
 def hub_net(name: str, classes: int | None, weights: str | None) -> Found:
-    """Build a timm network from the `config.json` of a hub's repository, "org/name@revision"."""
-    timm, file = _timm(), weights or WEIGHTS
+    """Build the network that `config.json` of a hub's repository names, "org/name@revision".
+
+    It is one of timm, or an image classifier of transformers, which normalises by itself.
+    """
+    file = weights or WEIGHTS
     folder = hub_folder(name, (CONFIG, file))
-    config = json.loads((folder / CONFIG).read_text("utf-8"))
+    if is_classifier(folder):
+        net = TransformersNet(hub_folder(name, (CONFIG, WEIGHTS, PROCESSOR)))
+        if weights is not None or classes not in (None, net.net.num_labels):
+            raise ValueError(
+                f"{HUB}{name} has {net.net.num_labels} classes and the weights {WEIGHTS}, got "
+                f"classes {classes} and weights {weights}: leave both out"
+            )
+        return Found(net, [0.0] * net.channels, [1.0] * net.channels)
+    timm, config = _timm(), json.loads((folder / CONFIG).read_text("utf-8"))
     if not isinstance(config, dict) or not isinstance(config.get("architecture"), str):
         raise ValueError(
             f"{HUB}{name} names no architecture of timm in {CONFIG}; a defense that lightning-rob "
@@ -122,7 +134,8 @@ class ZooNet(nn.Module):
     Args:
         name: the network's name in the zoo, such as resnet18; "robustbench/Carmon2019Unlabeled" (of
             another data set or threat, "robustbench/cifar10/L2/Rice2020Overfitting"); or
-            "hf-hub:org/name", at a revision "hf-hub:org/name@revision", in timm's format.
+            "hf-hub:org/name", at a revision "hf-hub:org/name@revision", in timm's format or that of
+            transformers.
         source: the zoo of a name without such a prefix.
         classes: K; pretrained weights of torchvision and timm for another K get a new last layer.
             None: those of the data set of RobustBench or of the hub's file, else 10.

@@ -316,6 +316,26 @@ def test_sweeps_matrices_and_pictures_are_shown(tmp_path, whole):
     assert "pgd (linf 8/255): accuracy on 40 test images" in text
 
 
+def test_a_single_evaluation_has_its_interval_and_no_best_epoch(tmp_path):
+    run = folder(tmp_path / "run", evaluation(0.9, 0.5, 0.5, 0.45, stage="val"))
+    _, text, _ = made(run)
+    assert "was best" not in text.partition("The numbers of every epoch")[0]
+    (band,) = re.findall(r'<polygon points="([^"]*)"', (run / "report.html").read_text())
+    corners = [tuple(map(float, corner.split(","))) for corner in band.split()]
+    assert [x for x, _ in corners] == [294, 306, 306, 294]  # in the middle, wide enough to be seen
+    assert corners[0][1] - corners[2][1] == pytest.approx(200 * 0.064, abs=0.1)
+
+
+def test_the_verdict_on_overfitting_is_shown(tmp_path):
+    run = folder(tmp_path / "run", evaluation(0.9, 0.5, 0.5, 0.45, stage="val"))
+    said = [{"text": "old"}, {"text": "robust overfitting: <b>from</b> epoch 1 to 3"}]
+    lines = [record("overfitting", "val/robust/worst") | one for one in said]
+    folder(run, lines, "overfitting.jsonl")
+    _, text, markdown = made(run)
+    assert "val/robust/worst: robust overfitting: <b>from</b> epoch 1 to 3." in text
+    assert "old" not in text and "robust overfitting" in markdown
+
+
 def test_a_folder_with_a_sweep_or_a_gallery_only(tmp_path):
     points = [line("apgd", 0.5, value=value, variable="steps") for value in (8.0,)]
     swept = folder(tmp_path / "sweep", points, "sweep.jsonl")

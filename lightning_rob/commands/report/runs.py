@@ -116,6 +116,7 @@ class Run:
     evaluations: Evaluations  # of `RobustEval`
     matrices: list[Fields]  # of `TransferMatrixEval`, the last of each stage and attack
     votes: list[Fields]  # of `VotingRuleEval`, the last of each stage, attack, ensemble and rule
+    overfitting: list[Fields]  # verdicts of `RobustCheckpoint`
     sweep: list[Fields]
     monitor: list[Fields]
     audit: Fields  # of `RobustAudit`; empty where there is none
@@ -217,6 +218,7 @@ def read_run(folder: Path) -> Run:
         evaluations=Evaluations(filter(None, map(attack_result, kinds.get("accuracy", ())))),
         matrices=_last(kinds.get("transfer_matrix", ()), "name"),
         votes=_last(kinds.get("voting_rule", ()), "name", "ensemble", "rule"),
+        overfitting=_last(kinds.get("overfitting", ()), "name"),
         sweep=[fields for _, fields in found if "variable" in fields],
         monitor=list(records_in(folder / MONITOR)),
         audit=audit if is_audit else {},

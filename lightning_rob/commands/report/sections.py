@@ -175,6 +175,8 @@ def _history(run: Run, level: int) -> Iterator[Block]:
         return
     yield Heading(level, "Epoch by epoch")
     yield curve(series)
+    for fields in run.overfitting:
+        yield Paragraph(f"{fields.get('name')}: {fields.get('text')}.")
     rows = [
         [epoch, *(percent(at[key].accuracy) if key in at else NONE for key in series)]
         for epoch, at in evaluated
@@ -518,7 +520,8 @@ def curve(series: Series, by: str = "epoch", of: str = "validation") -> Curve:
     first, span = epochs[0], max(epochs[-1] - epochs[0], 1)
 
     def place(epoch: int, share: float) -> tuple[float, float]:
-        return WIDTH * (epoch - first) / span, HEIGHT * (1 - share)
+        across = (epoch - first) / span if len(epochs) > 1 else 0.5
+        return WIDTH * across, HEIGHT * (1 - share)
 
     lines = []
     for i, (key, records) in enumerate(shown.items()):
@@ -528,6 +531,9 @@ def curve(series: Series, by: str = "epoch", of: str = "validation") -> Curve:
             for end in (0, 1)
         )
         band = low + high[::-1] if key == WORST else []
+        if len(band) == 2:  # of a single evaluation, which has no width
+            (x, bottom), (_, top) = band
+            band = [(x - 6, bottom), (x + 6, bottom), (x + 6, top), (x - 6, top)]
         color = {"clean": "--grey", "worst": "--ink"}.get(key[0], f"--line-{i % COLORS}")
         points = [place(r.epoch, r.accuracy) for r in known]
         value = percent(records[-1].accuracy)
@@ -535,7 +541,8 @@ def curve(series: Series, by: str = "epoch", of: str = "validation") -> Curve:
     values = ", ".join(f"{line.name} {line.value}" for line in lines)
     alt = f"Accuracy on the {of} images by {by}, at the last {by}: {values}."
     sentences = ["The band is the 95 % interval of worst."] if WORST in shown else []
-    if peak := best(series):
+    peak = best(series) if len(epochs) > 1 else None
+    if peak:
         was = f"{peak.name} was best at {by} {peak.epoch}: {percent(peak.accuracy)}."
         alt += f" {was}"
         sentences.append(f"The circle marks where {was.replace(' at ', ', at ', 1)}")

@@ -1,9 +1,17 @@
-"""Generate pages of the site: the reference, the recipes, and the tutorials with output."""
+"""Write the pages of the site: those of this folder, the reference, the recipes, the tutorials.
 
+    python docs/write_pages.py                     # into build/pages, from which mkdocs builds
+    python docs/write_pages.py --without_output    # do not run the tutorials
+
+A tutorial becomes a page with what its code prints and draws, and a notebook.
+"""
+
+import argparse
 import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -11,9 +19,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
-from mkdocs.structure.pages import Page
 from run_tutorial import read_cells
 
 from lightning_rob.cli.main import COMMANDS
@@ -51,14 +56,23 @@ REFERENCE = {  # page: title, and the modules whose public names it lists
 }
 
 
-def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the generated pages, and the pictures of the tutorials."""
+OWN = ("write_pages.py", "run_tutorial.py", "__pycache__")  # files that are no part of the site
+
+
+def write(folder: Path, run: bool) -> None:
+    """Write all pages; tutorials without what their code prints and draws unless they are run."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(ROOT / "docs", folder, ignore=shutil.ignore_patterns(*OWN))
     pages: dict[str, str | bytes] = {
         "reference/recipes.md": recipes(),
         "reference/command_line.md": command_line(),
         "sort.js": (ROOT / "lightning_rob/commands/report/sort.js").read_text(encoding="utf-8"),
         "changelog.md": (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"),
     }
+    for path in folder.glob("*.md"):
+        # Links that leave the folder lead to the repository, those to tutorials to their pages.
+        text = path.read_text(encoding="utf-8").replace("](../", f"]({REPOSITORY}/")
+        pages[path.name] = re.sub(r"\]\((tutorials/\w+)\.py", r"](\1.md", text)
     for name in ("CONTRIBUTING", "SECURITY"):
         text = (ROOT / f".github/{name}.md").read_text(encoding="utf-8")
         pages[f"{name.lower()}.md"] = text.replace("](../docs/", "](")
@@ -66,18 +80,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         parts = "\n\n".join(map(reference, modules))
         pages[f"reference/{name}.md"] = f"# {title}\n\n{parts}\n"
     for script in sorted((ROOT / "docs/tutorials").glob("*.py")):
-        pages |= tutorial(script, run=config.extra["run_tutorials"])
-    for path, content in pages.items():
-        files.append(File.generated(config, path, content=content))
-    return files
-
-
-def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let links that leave the folder lead to the repository, those to tutorials to their pages."""
-    if page.file.generated_by is not None:
-        return markdown
-    markdown = re.sub(r"\]\(\.\./", f"]({REPOSITORY}/", markdown)
-    return re.sub(r"\]\((tutorials/\w+)\.py", r"](\1.md", markdown)
+        pages |= tutorial(script, run)
+    for place, content in pages.items():
+        file = folder / place
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
 def reference(module: str) -> str:
@@ -135,7 +142,7 @@ def block(text: str, language: str = "text") -> str:
 
 
 def tutorial(script: Path, run: bool) -> dict[str, str | bytes]:
-    """Return the page of a tutorial, and its pictures."""
+    """Return the page of a tutorial, its pictures and its notebook."""
     cells = read_cells(script.read_text(encoding="utf-8"))
     outputs = outputs_of(script) if run else [{"text": "", "pictures": []} for _ in cells]
     title = cells[0][1].splitlines()[0].lstrip("# ")
@@ -149,11 +156,29 @@ def tutorial(script: Path, run: bool) -> dict[str, str | bytes]:
         if output["text"].strip():
             parts.append(block(output["text"]))
     source = (
-        f"[Download this page as a Python script]({script.name}), to be run or opened in Jupyter."
+        f"[Download this page as a Python script]({script.name}), or "
+        f"[download it as a notebook]({script.stem}.ipynb) for Jupyter."
     )
     parts[1:1] = [f"![{title}: a figure]({Path(name).name})" for name in list(files)[:1]]
     parts.append(source)
+    files[f"tutorials/{script.stem}.ipynb"] = notebook(cells)
     return {f"tutorials/{script.stem}.md": "\n\n".join(parts) + "\n", **files}
+
+
+def notebook(cells: list[tuple[str, str]]) -> str:
+    """Return a tutorial as a Jupyter notebook (nbformat 4.4), without outputs."""
+    found = []
+    for kind, text in cells:
+        cell: dict[str, Any] = {"cell_type": kind, "metadata": {}}
+        if kind == "markdown":  # a notebook lies elsewhere: links lead to the repository
+            text = text.replace("](../", f"]({REPOSITORY}/docs/")
+            text = re.sub(r"\]\((\w+)\.md", rf"]({REPOSITORY}/docs/tutorials/\1.py", text)
+        else:
+            cell |= {"execution_count": None, "outputs": []}
+        found.append(cell | {"source": text.splitlines(keepends=True)})
+    python = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    head = {"metadata": {"kernelspec": python}, "nbformat": 4, "nbformat_minor": 4}
+    return json.dumps({"cells": found, **head}, indent=1) + "\n"
 
 
 def outputs_of(script: Path) -> list[dict[str, Any]]:
@@ -169,3 +194,11 @@ def outputs_of(script: Path) -> list[dict[str, Any]]:
             command = [sys.executable, str(runner), str(script), str(store)]
             subprocess.run(command, check=True, cwd=folder)
     return json.loads(store.read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "build/pages")
+    parser.add_argument("--without_output", action="store_true")
+    args = parser.parse_args()
+    write(args.folder, run=not args.without_output)

@@ -1,0 +1,71 @@
+"""The verdict on robust overfitting: by hand, and how often equal networks raise a false alarm."""
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_rob.evaluation import Overfitting
+from lightning_rob.evaluation.overfitting import EpochScores, better
+from lightning_rob.metrics import paired
+from lightning_rob.metrics.gaffke import mean_interval
+from tests.schema import SCHEMA, problems
+
+
+def verdict(val, train=None):
+    best = ()
+    for epoch, scores in enumerate(val):
+        last = EpochScores(epoch, 0, scores, None if train is None else train[epoch])
+        best = better(best, last)
+    return Overfitting.of(best, last)
+
+
+def rows(*shares, n=400):
+    """Scores of networks that are right on the first images, in an order common to all."""
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(0))
+    return [(order < share * n).float() for share in shares]
+
+
+def test_each_half_is_compared_with_the_epoch_that_the_other_chose():
+    val = torch.zeros(3, 8)
+    val[0, ::2] = 1  # the best by even images
+    val[1, 1::2] = 1  # the best by odd ones
+    val[2, :4] = 1
+    found = verdict(val)
+    assert found.best == (0, 1)
+    gaps = np.zeros(8)
+    gaps[1::2] = val[2, 1::2] - val[0, 1::2]
+    gaps[0::2] = val[2, 0::2] - val[1, 0::2]
+    assert found.val == (0.5, *mean_interval(gaps, 0.98))
+
+
+def test_what_is_said():
+    fell, rose = rows(0.4, 0.6, 0.45), rows(0.5, 0.7, 0.9)
+    found = verdict(fell, rose)
+    assert found.found
+    assert str(found).startswith("robust overfitting: from epoch 1 to 2 -15.")
+    assert found.train.mean == pytest.approx(0.2)
+    assert found.gap.mean == pytest.approx(found.train.mean - found.val.mean)
+    both = verdict(fell, rows(0.5, 0.7, 0.5))
+    assert both.found is False
+    assert str(both).startswith("robust accuracy fell: from epoch 1 to 2")
+    assert verdict(fell).found is None
+    assert "train_images=True" in str(verdict(fell))
+    assert str(verdict(rows(0.4, 0.6, 0.59), rose)).startswith("no robust overfitting is seen")
+    rising = verdict(rows(0.4, 0.6))
+    assert str(rising) == "no robust overfitting: the last measured epoch, 1, is the best"
+    for one in (found, both, verdict(fell), rising):
+        assert not [*problems(one.record() | {"name": "val/robust/worst"}, SCHEMA)]
+
+
+def test_equal_networks_raise_few_false_alarms():
+    """30 epochs of equal networks, 200 images: the best epoch against the last one on the same
+    images is a false alarm in more than a tenth of fits, the verdict in at most a fortieth."""
+    rng, naive, ours, fits = np.random.default_rng(0), 0, 0, 120
+    for _ in range(fits):
+        easy = rng.standard_normal(200)
+        val = torch.tensor(0.84 * easy + 0.55 * rng.standard_normal((30, 200)) < 0).float()
+        best = val[val.mean(1).argmax()]
+        naive += paired(best, val[-1]).interval[1] < 0
+        ours += verdict(val).val.high < 0
+    assert naive > fits / 10
+    assert ours <= fits / 40
