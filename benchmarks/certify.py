@@ -87,18 +87,14 @@ def measure(options):
         found = certify(base, batches, sigma=sigma, draws=draws, radii=wanted, progress=False)
         results[name] = found
         each = found.draws.double()
+        fewer = ((draws + 100) / each).quantile(torch.tensor([0.25, 0.5, 0.75]).double())
         print(
             f"{name}: certified {[round(found.certified(r), 3) for r in radii]} at {radii}, draws: "
-            f"of {draws + 100} mean {each.mean():.0f}, median {each.median():.0f}, "
+            f"of {draws + 100} mean {each.mean():.0f}, median {each.median():.0f}, times fewer by "
+            f"image (quartiles) {fewer.round(decimals=1).tolist()}, "
             f"{time.process_time() - began:.0f} s"
         )
     both = [results[name] for name in ("all draws", "early looks")]
-    saved = both[0].draws.double() / both[1].draws.double()
-    quartiles = [
-        round(float(q), 1) for q in saved.quantile(torch.tensor([0.25, 0.5, 0.75]).double())
-    ]
-    print(f"times fewer draws by image, quartiles: {quartiles}; ")
-    print(f"over all images {both[0].draws.sum() / both[1].draws.sum():.1f}")
     grid = [round(sigma * i, 3) for i in range(1, 13)]
     smoothed, attacks = Smoothing(base, sigma, draws=51), pgd(grid, 8, 4)
     attacked = evaluate(smoothed, attacks, batches, inferences=5, checks=False, progress=False)

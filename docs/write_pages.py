@@ -77,7 +77,7 @@ def write(folder: Path, run: bool) -> None:
         text = (ROOT / f".github/{name}.md").read_text(encoding="utf-8")
         pages[f"{name.lower()}.md"] = text.replace("](../docs/", "](")
     for name, (title, *modules) in REFERENCE.items():
-        parts = "\n\n".join(f"::: lightning_rob.{module}" for module in modules)
+        parts = "\n\n".join(map(reference, modules))
         pages[f"reference/{name}.md"] = f"# {title}\n\n{parts}\n"
     for script in sorted((ROOT / "docs/tutorials").glob("*.py")):
         pages |= tutorial(script, run)
@@ -85,6 +85,16 @@ def write(folder: Path, run: bool) -> None:
         file = folder / place
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def reference(module: str) -> str:
+    """Return the directive for a module, or a name in it; of a folder it lists what is public."""
+    init = ROOT / "lightning_rob" / module.replace(".", "/") / "__init__.py"
+    text = init.read_text(encoding="utf-8") if init.exists() else ""
+    # mkdocstrings takes what is imported for private, unless it is listed.
+    names = re.findall(r"(?: as |^def )([A-Za-z]\w*)", text, re.MULTILINE)
+    options = f"\n    options:\n      members: [{', '.join(names)}]" if names else ""
+    return f"::: lightning_rob.{module}{options}"
 
 
 def recipes() -> str:

@@ -31,7 +31,7 @@ _LOADERS = ("load", "load_callbacks", "load_module")
 
 @cache
 def _homes() -> dict[str, str]:
-    """Return the module of each public name: every folder's `__all__`, read without importing it.
+    """Return the module of each public name: what a folder imports, read without importing it.
 
     The command line prints its help before torch is loaded.
     """
@@ -39,9 +39,9 @@ def _homes() -> dict[str, str]:
     for folder in _FOLDERS:
         tree = ast.parse((Path(__file__).parent / folder / "__init__.py").read_text("utf-8"))
         for node in tree.body:
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-                for name in ast.literal_eval(node.value):
-                    homes.setdefault(name, folder)
+            if isinstance(node, ast.ImportFrom):
+                for name in node.names:
+                    homes.setdefault(name.name, folder)
     return homes
 
 

@@ -154,6 +154,7 @@ def seeded_global_rng(generator: torch.Generator, device: torch.device) -> Itera
     on_gpu = device.type == "cuda"
     of_numpy, of_python = np.random.get_state(), random.getstate()
     try:
+        # `fork_rng` restores torch's streams alone.
         with torch.random.fork_rng([device] if on_gpu else []):
             torch.default_generator.manual_seed(seed)
             if on_gpu:

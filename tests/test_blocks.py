@@ -40,7 +40,7 @@ QUICK = {"README.md", "alternatives.md"}  # the pages that take seconds
 ELSEWHERE = {"git", "model_signing", "pip", "pytest", "python3", "source", "tensorboard"}
 LAUNCHERS = ("srun", "torchrun")  # start the command, here with one process
 MODULES = {"mlflow", "ray"}  # need a server; ray runs in tests/test_torchrun.py
-EXTRAS = ("adv_lib", "foolbox", "onnxruntime", "torchattacks")  # run where they are installed
+EXTRAS = ("adv_lib", "foolbox", "torchattacks")  # run where they are installed
 GATES = ("--alarm", "--drop", "--fail_if_worse", "--fail_under", "--strict")
 RECIPES = {  # page -> recipe of `last.ckpt` and `logs/version_0`, where it is not the demo
     "athena_tables.md": "athena_digits",

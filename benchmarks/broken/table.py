@@ -27,6 +27,7 @@ from climb import counted
 
 from lightning_rob import Auto, AutoAttack
 from lightning_rob.commands.attack import trail
+from lightning_rob.runtime.errors import NoGradientError
 
 CASES = {case.__name__: case for case in (*TRAMER, *LATER, *HONEST)}
 
@@ -58,9 +59,18 @@ def autoattack(net, x, y, passes):
 
 
 def standard(net, x, y, passes):
-    """AutoAttack as published, with as many passes as it takes: "rand" on random defenses."""
+    """AutoAttack as published, with as many passes as it takes: "rand" on random defenses.
+
+    Where no gradient leads to the images only its Square Attack can run; "rand" has none.
+    """
     attack = AutoAttack(THREAT, "rand" if net.random else "standard")
-    return attack(net.defense(), x, y, torch.Generator().manual_seed(0))
+    try:
+        return attack(net.defense(), x, y, torch.Generator().manual_seed(0))
+    except NoGradientError:
+        if net.random:
+            raise
+        square = AutoAttack(THREAT, "custom", attacks=("square",))
+        return square(net.defense(), x, y, torch.Generator().manual_seed(0))
 
 
 ATTACKS = {f.__name__: f for f in (weak, hand, auto, schedule, autoattack, standard)}

@@ -1,105 +1,57 @@
 """Attacks: frozen dataclasses called as x_adv = attack(defense, x, y, generator)."""
 
-from lightning_rob.attacks.apgd import APGD
-from lightning_rob.attacks.arc import ARC, arc_linear
-from lightning_rob.attacks.auto import Auto
-from lightning_rob.attacks.autoattack import AutoAttack
-from lightning_rob.attacks.backward import SGM, InsideBounds, LinBP, SurrogateTransforms
-from lightning_rob.attacks.base import Attack
-from lightning_rob.attacks.contexts import attacking, evaluating
-from lightning_rob.attacks.controls import (
-    CommonCorruption,
-    DoublePrecision,
-    NoAttack,
-    RandomCorners,
-    RandomStart,
-)
-from lightning_rob.attacks.cw import CW
-from lightning_rob.attacks.ddn import DDN
-from lightning_rob.attacks.decorators import (
-    Accelerated,
-    Budgeted,
-    Chunked,
-    Quantized8Bit,
-    WithBackward,
-)
-from lightning_rob.attacks.deepfool import DeepFool
-from lightning_rob.attacks.fab import FAB
-from lightning_rob.attacks.foreign import Foreign
-from lightning_rob.attacks.gmsa import GMSA
-from lightning_rob.attacks.gradient import draw_gradients
-from lightning_rob.attacks.lattice_climber import LatticeClimber
-from lightning_rob.attacks.members import OnMember, RandomMember, Strongest
-from lightning_rob.attacks.minimal_norm import MinimalNorm
-from lightning_rob.attacks.optimizers import Adam, AggMo, AttackOptimizer, Nesterov, aggmo
-from lightning_rob.attacks.pdgd import PDGD
-from lightning_rob.attacks.pgd import PGD
-from lightning_rob.attacks.search import AutoResult
-from lightning_rob.attacks.square import Square
-from lightning_rob.attacks.surrogate import SurrogateGradient
-from lightning_rob.attacks.targeted import HighConfidence, Targeted
-from lightning_rob.attacks.traces import Trace, trace
-from lightning_rob.attacks.transductive import (
-    PartialBatchAttack,
-    ThroughAdaptation,
-    TransferFromStatic,
-)
-from lightning_rob.attacks.transform_ensemble import PAA, TAA, OnDifferentiable, ranking_weights
-
-__all__ = [
-    "APGD",
-    "ARC",
-    "CW",
-    "DDN",
-    "FAB",
-    "GMSA",
-    "PAA",
-    "PDGD",
-    "PGD",
-    "SGM",
-    "TAA",
-    "Accelerated",
-    "Adam",
-    "AggMo",
-    "Attack",
-    "AttackOptimizer",
-    "Auto",
-    "AutoAttack",
-    "AutoResult",
-    "Budgeted",
-    "Chunked",
-    "CommonCorruption",
-    "DeepFool",
-    "DoublePrecision",
-    "Foreign",
-    "HighConfidence",
-    "InsideBounds",
-    "LatticeClimber",
-    "LinBP",
-    "MinimalNorm",
-    "Nesterov",
-    "NoAttack",
-    "OnDifferentiable",
-    "OnMember",
-    "PartialBatchAttack",
-    "Quantized8Bit",
-    "RandomCorners",
-    "RandomMember",
-    "RandomStart",
-    "Square",
-    "Strongest",
-    "SurrogateGradient",
-    "SurrogateTransforms",
-    "Targeted",
-    "ThroughAdaptation",
-    "Trace",
-    "TransferFromStatic",
-    "WithBackward",
-    "aggmo",
-    "arc_linear",
-    "attacking",
-    "draw_gradients",
-    "evaluating",
-    "ranking_weights",
-    "trace",
-]
+from lightning_rob.attacks.apgd import APGD as APGD
+from lightning_rob.attacks.arc import ARC as ARC
+from lightning_rob.attacks.arc import arc_linear as arc_linear
+from lightning_rob.attacks.auto import Auto as Auto
+from lightning_rob.attacks.autoattack import AutoAttack as AutoAttack
+from lightning_rob.attacks.backward import SGM as SGM
+from lightning_rob.attacks.backward import InsideBounds as InsideBounds
+from lightning_rob.attacks.backward import LinBP as LinBP
+from lightning_rob.attacks.backward import SurrogateTransforms as SurrogateTransforms
+from lightning_rob.attacks.base import Attack as Attack
+from lightning_rob.attacks.contexts import attacking as attacking
+from lightning_rob.attacks.contexts import evaluating as evaluating
+from lightning_rob.attacks.controls import CommonCorruption as CommonCorruption
+from lightning_rob.attacks.controls import DoublePrecision as DoublePrecision
+from lightning_rob.attacks.controls import NoAttack as NoAttack
+from lightning_rob.attacks.controls import RandomCorners as RandomCorners
+from lightning_rob.attacks.controls import RandomStart as RandomStart
+from lightning_rob.attacks.cw import CW as CW
+from lightning_rob.attacks.ddn import DDN as DDN
+from lightning_rob.attacks.decorators import Accelerated as Accelerated
+from lightning_rob.attacks.decorators import Budgeted as Budgeted
+from lightning_rob.attacks.decorators import Chunked as Chunked
+from lightning_rob.attacks.decorators import Quantized8Bit as Quantized8Bit
+from lightning_rob.attacks.decorators import WithBackward as WithBackward
+from lightning_rob.attacks.deepfool import DeepFool as DeepFool
+from lightning_rob.attacks.fab import FAB as FAB
+from lightning_rob.attacks.foreign import Foreign as Foreign
+from lightning_rob.attacks.gmsa import GMSA as GMSA
+from lightning_rob.attacks.gradient import draw_gradients as draw_gradients
+from lightning_rob.attacks.lattice_climber import LatticeClimber as LatticeClimber
+from lightning_rob.attacks.members import OnMember as OnMember
+from lightning_rob.attacks.members import RandomMember as RandomMember
+from lightning_rob.attacks.members import Strongest as Strongest
+from lightning_rob.attacks.minimal_norm import MinimalNorm as MinimalNorm
+from lightning_rob.attacks.optimizers import Adam as Adam
+from lightning_rob.attacks.optimizers import AggMo as AggMo
+from lightning_rob.attacks.optimizers import AttackOptimizer as AttackOptimizer
+from lightning_rob.attacks.optimizers import Nesterov as Nesterov
+from lightning_rob.attacks.optimizers import aggmo as aggmo
+from lightning_rob.attacks.pdgd import PDGD as PDGD
+from lightning_rob.attacks.pgd import PGD as PGD
+from lightning_rob.attacks.search import AutoResult as AutoResult
+from lightning_rob.attacks.square import Square as Square
+from lightning_rob.attacks.surrogate import SurrogateGradient as SurrogateGradient
+from lightning_rob.attacks.targeted import HighConfidence as HighConfidence
+from lightning_rob.attacks.targeted import Targeted as Targeted
+from lightning_rob.attacks.traces import Trace as Trace
+from lightning_rob.attacks.traces import trace as trace
+from lightning_rob.attacks.transductive import PartialBatchAttack as PartialBatchAttack
+from lightning_rob.attacks.transductive import ThroughAdaptation as ThroughAdaptation
+from lightning_rob.attacks.transductive import TransferFromStatic as TransferFromStatic
+from lightning_rob.attacks.transform_ensemble import PAA as PAA
+from lightning_rob.attacks.transform_ensemble import TAA as TAA
+from lightning_rob.attacks.transform_ensemble import OnDifferentiable as OnDifferentiable
+from lightning_rob.attacks.transform_ensemble import ranking_weights as ranking_weights

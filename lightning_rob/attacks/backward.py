@@ -60,9 +60,6 @@ class SGM(Backward):
         gamma: factor in (0, 1] of each residual branch's gradient; 1 is the exact gradient.
         first_blocks: shrink the first block of each stage too, as in eq. 5, a product over all
             blocks. Needed where stages have one block only, as in a ResNet-8.
-
-    Raises:
-        TypeError: when entered, the defense has no residual blocks, or none that would shrink.
     """
 
     gamma: float = 0.5
@@ -80,15 +77,11 @@ class SGM(Backward):
 
         blocks = dict.fromkeys(block for net in residual_blocks(defense) for block in net)
         branches = [each for block in blocks for each in block.branches if each.unchanged]
-        if not branches:
-            raise TypeError(
-                "SGM needs skip connections that pass their input on as it is, found none"
-            )
         chosen = [each for each in branches if self.first_blocks or not each.block.first_of_stage]
         if not chosen:
             raise TypeError(
-                "SGM leaves the first block of each stage as it is, and there are no others here: "
-                "SGM(first_blocks=True) shrinks those too"
+                f"SGM shrinks none of {len(branches)} skip connections that pass their input on as "
+                "it is; first_blocks=True shrinks those of the first block of each stage too"
             )
         for branch in chosen:
             graph = branch.block.graph
@@ -109,9 +102,6 @@ class LinBP(Backward):
     Args:
         start: share in [0, 1) of the residual branches, counted from the image, that keep their
             exact gradient; the paper starts at 1/2 in a ResNet-50 (block 1 of layer 3).
-
-    Raises:
-        TypeError: when entered, the defense has no residual blocks, or there is no ReLU in them.
     """
 
     start: float = 0.5
@@ -283,9 +273,6 @@ class SurrogateTransforms(Backward):
             variance (RT paper, appendix B.2). "batch": all images share them too, as good for each
             image and faster.
         gradients: gradients of the transforms, see `RandomTransforms`; None leaves the defense's.
-
-    Raises:
-        TypeError: when entered, the defense has no random transforms.
     """
 
     shared_order: Shared = True

@@ -110,10 +110,6 @@ class Attack(Counted, ABC):
 
         Returns:
             [B, C, H, W] images within the threat's ball and bounds, detached.
-
-        Raises:
-            TypeError: the defense is a plain network.
-            ValueError: images or labels are out of range.
         """
         if not isinstance(defense, Defense):
             kind = type(defense).__name__
@@ -215,10 +211,6 @@ class Attack(Counted, ABC):
 
         Args:
             norm: the new norm; None keeps that of each attack.
-
-        Raises:
-            ValueError: the attack is not a dataclass, is not made for the norm, or has a length
-                and a radius of 0.
         """
         changes = mapped_arguments(self, lambda inner: inner.rescaled(eps, norm))
         if "threat" in changes:
@@ -241,6 +233,7 @@ def _warn_if_blind(defense: Defense, x_adv: Tensor, y: Tensor, sight: Sight) -> 
     blind = sight.blind == 1
     if defense.transductive or int(blind.sum()) < ENOUGH:
         return
+    # Only a suspicion pays for one more prediction.
     noise = torch.Generator().manual_seed(0)
     with torch.no_grad(), seeded_global_rng(noise, x_adv.device), evaluating(defense):
         right = defense(x_adv, noise).argmax(1) == y

@@ -129,8 +129,7 @@ class CW(Attack):
         for name in ("step_size", "initial_const"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if not self.confidence >= 0:
-            raise ValueError(f"confidence must not be negative, got {self.confidence}")
+        at_least(0, confidence=self.confidence)
         check_norm(self, 2)
 
     def cost(self, count: PassCount) -> int:

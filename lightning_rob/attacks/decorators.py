@@ -149,10 +149,6 @@ class Accelerated(AttackDecorator):
             )
         if not self.compile and not rounded:
             raise ValueError("nothing to accelerate by: give compile=True, autocast or tf32=True")
-        if self.compile not in (False, True, "reduce-overhead"):
-            raise ValueError(
-                f'compile must be true, false or "reduce-overhead", got {self.compile!r}'
-            )
         if self.autocast is not None and self.autocast not in get_args(Precision):
             raise ValueError(f"autocast must be of {get_args(Precision)}, got {self.autocast!r}")
 

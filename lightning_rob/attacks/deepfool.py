@@ -46,8 +46,7 @@ class DeepFool(Attack):
 
     def __post_init__(self) -> None:
         at_least(1, steps=self.steps, candidates=self.candidates, draws=self.draws)
-        if not self.overshoot >= 0:
-            raise ValueError(f"overshoot must not be negative, got {self.overshoot}")
+        at_least(0, overshoot=self.overshoot)
         check_norm(self, math.inf, 2)
 
     def cost(self, count: PassCount) -> int:

@@ -102,6 +102,7 @@ def features(
     def note(into: list[Tensor], given: bool, part: nn.Module, args: Any, output: Any) -> None:
         into.append(args[0] if given else logits_in(output))
 
+    # By hooks: what is read is what the networks compute inside the defense, transforms and all.
     with ExitStack() as stack:
         for net, place, (read, out) in zip(networks(defense), where, calls, strict=True):
             layer = net.get_submodule(place.layer)

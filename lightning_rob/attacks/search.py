@@ -45,6 +45,8 @@ APART = 0.01  # of the largest logit, by which another batch may change logits
 COSTLY = ("queries", "copies", "stand_in")  # of an attack that needs more passes than others
 STUCK = 0.8  # share of the images left from which attacks are tried that cost more
 TARGETS = 9
+LOCAL = 0.5  # of the passes for the winners, for a search without slopes from their images
+WINDOW = 0.2  # share of the image in its first windows
 LINE = 100  # letters of a line of Python
 
 
@@ -139,7 +141,7 @@ class Search:
         # Noise of its own, so that the attack that is found draws the same when it runs alone.
         self.seed = int(torch.randint(2**62, ())) if generator is None else seed_of(generator)
         self.networks = len(defense.weights)
-        self.random, self.together = False, False
+        self.random = self.together = self.rugged = False
         self.findings: list[str] = []
         self.trail: list[Trial] = []
         self.learners: list[SurrogateGradient] = []  # with a network in the place of a part
@@ -184,7 +186,9 @@ class Search:
             judged.sort(key=lambda one: one.left)
         winners = self._winners(judged)[: 1 if alone else None]
         free = passes - self.spent - len(winners) * self._judging
-        total = sum(share for share, _ in winners)
+        # Slopes that say little lead into the neighbourhood of an image that fools, and no further.
+        local = int(LOCAL * free) if self.rugged and not alone else 0
+        free, total = free - local, sum(share for share, _ in winners)
         count = PassCount(self.defense, x, self.classes)
         finals = [self._within(attack, int(share / total * free)) for share, attack in winners]
         finals = [one for one in finals if one.passes >= one.attack.least(count)]
@@ -199,7 +203,16 @@ class Search:
             best.improve(final, turn, self.defense, x, self.y, self.generator)
             self._note("winner", final, best.right, final.passes)
         chosen = (*attacks, *finals) or (first,)
-        return self._found(best.x_adv, chosen[0] if len(chosen) == 1 else Strongest(chosen))
+        found = chosen[0] if len(chosen) == 1 else Strongest(chosen)
+        queries = local // self.networks - 2
+        if queries < 1 or not bool(best.right.any()):
+            return self._found(best.x_adv, found)
+        square = Square(self.threat, queries, WINDOW, start=found)
+        x_adv = square.search(self.defense, x, self.y, self.generator, best.x_adv)
+        right = self._right(x_adv, everyone)
+        self._note("from there", square, right, local)
+        better = float(right.mean()) < float(best.right.mean())
+        return self._found(x_adv, square) if better else self._found(best.x_adv, found)
 
     @property
     def _judging(self) -> int:

@@ -45,6 +45,7 @@ class Square(Attack):
     Args:
         threat: the ball and the bounds; linf, l2 or l1.
         p: share of the image in the first windows.
+        start: an attack in the same ball, from whose images the search starts.
 
     """
 
@@ -54,25 +55,36 @@ class Square(Attack):
     queries: int = 5000
     p: float = 0.8
     draws: int | None = None
+    start: Attack | None = None
 
     def __post_init__(self) -> None:
         at_least(1, queries=self.queries, draws=self.draws)
+        if self.start is not None and self.start.threat != self.threat:
+            raise ValueError(f"start must be an attack within {self.threat}, got {self.start}")
         if not 0 < self.p <= 1:
             raise ValueError(f"p must be a share of the image in (0, 1], got {self.p}")
         check_norm(self, math.inf, 2, 1)
 
     def cost(self, count: PassCount) -> int:
-        return count.drawn(self.draws) * (2 + self.queries)  # the clean image, and the start
+        before = self.start.cost(count) if self.start else 0
+        return before + count.drawn(self.draws) * (2 + self.queries)  # the clean image, the start
+
+    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        start = self.start.perturb(defense, x, y, generator) if self.start else None
+        return self.search(defense, x, y, generator, start)
 
     @torch.no_grad()
-    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+    def search(
+        self, defense: Defense, x: Tensor, y: Tensor, generator: Generator, start: Tensor | None
+    ) -> Tensor:
+        """Search from images [B, C, H, W] of another attack, or from random ones."""
         if x.dim() != 4:
             raise ValueError(f"Square is for images [B, C, H, W], got shape {list(x.shape)}")
         walk = Walk(positions(x), x, y.long(), derived(generator, 0), x, x.new_zeros(len(x)), x)
         walk.margin = self._margin(defense, x, walk, walk.generator, check=True)
         x_final, walk = x.clone(), walk.select(walk.margin > -torch.inf)
         if len(walk):
-            walk.best = self._start(walk)
+            walk.best = self._random(walk) if start is None else start[walk.index]
             walk.margin = self._margin(defense, walk.best, walk, walk.generator)
         for query in range(self.queries):
             # Images that fool leave, and cost no further passes.
@@ -112,8 +124,8 @@ class Square(Attack):
         margin = -linear(values[None], values.new_ones(1), y)
         return margin.masked_fill(values.argmax(-1) != y, -torch.inf)
 
-    def _start(self, walk: "Walk") -> Tensor:
-        """Return the images [b, C, H, W] that the search starts from."""
+    def _random(self, walk: "Walk") -> Tensor:
+        """Return random images [b, C, H, W] to start from."""
         x, (channels, height, width) = walk.x, walk.x.shape[1:]
         if self.threat.p == math.inf:
             signs = _signs(uniform(x, channels, 1, width, generator=walk.generator))

@@ -21,6 +21,7 @@ from lightning_rob.objectives import (
     worst_margin,
 )
 from lightning_rob.randomness import Generator
+from lightning_rob.runtime.errors import at_least
 
 
 @dataclass(frozen=True)
@@ -117,10 +118,7 @@ class HighConfidence(AttackDecorator):
     targeted: int | None = None
 
     def __post_init__(self) -> None:
-        if self.untargeted < 0 or (self.targeted or 0) < 0:
-            raise ValueError(
-                f"counts of runs must not be negative, got {self.untargeted} and {self.targeted}"
-            )
+        at_least(0, untargeted=self.untargeted, targeted=self.targeted)
         if self.untargeted == 0 and self.targeted == 0:
             raise ValueError("untargeted and targeted must not both be 0: there would be no run")
         if reduction_of(self.attack.objective) is None:
@@ -130,6 +128,7 @@ class HighConfidence(AttackDecorator):
             )
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        # An image stays as it is unless a run raises the confidence in a wrong class.
         x_best, best_confidence = x, self._confidence(defense, x, y, generator)
         with torch.no_grad():
             logits, _ = defense.sample_logits(x, generator, self.attack.draws)

@@ -67,11 +67,7 @@ class TAA(Attack):
 
 @dataclass(frozen=True)
 class OnDifferentiable(AttackDecorator):
-    """Attack the members that have a gradient, all at once and through their transformations.
-
-    Raises:
-        TypeError: when called on a defense that is no `TransformEnsemble`, or lacks such members.
-    """
+    """Attack the members that have a gradient, all at once and through their transformations."""
 
     made_for: ClassVar[tuple[str, ...]] = ("transformed",)
     knowledge: ClassVar[str] = "the sub-models that have a gradient"
@@ -119,10 +115,6 @@ class PAA(Attack):
         mean_bound: the paper's bound on the mean dissimilarity of a set, below `max_dissimilarity`:
             all images of a batch stop before the move that would leave it. Attack the whole set in
             one batch. None is no such bound.
-
-    Raises:
-        ValueError: when called with a ranking of members that are no candidates, or repeat one.
-        TypeError: when called on a defense that is no `TransformEnsemble`, or has no candidates.
     """
 
     made_for: ClassVar[tuple[str, ...]] = ("transformed",)
@@ -141,10 +133,7 @@ class PAA(Attack):
         if self.ranking is not None:
             ranking = [self.ranking] if isinstance(self.ranking, str) else self.ranking
             object.__setattr__(self, "ranking", tuple(ranking))
-        if not self.max_dissimilarity >= 0:
-            raise ValueError(
-                f"max_dissimilarity must not be negative, got {self.max_dissimilarity}"
-            )
+        at_least(0, max_dissimilarity=self.max_dissimilarity)
         if self.mean_bound is not None and not 0 <= self.mean_bound < self.max_dissimilarity:
             raise ValueError(
                 "mean_bound must be at least 0 and below max_dissimilarity, which bounds each "
@@ -190,6 +179,7 @@ class PAA(Attack):
             # The perturbations of each candidate, zero where it is fooled.
             added = active.x.new_zeros(len(members), *active.x.shape)
             for rank, member, rows, part in active.against(members):
+                # Even numbers are of attacks, odd ones of predictions, whose draws are others.
                 noise = part.noise(2 * turn, member)
                 tried = attack_member(self.inner, ensemble, member, part.x_adv, part.y, noise)
                 added[rank, rows] = tried - part.x_adv

@@ -1,5 +1,4 @@
 """Checks for a false sense of security: `lightning_rob.audit.auditor.audit`, and `power`."""
 
-from lightning_rob.evaluation.power import Power, power
-
-__all__ = ["Power", "power"]
+from lightning_rob.evaluation.power import Power as Power
+from lightning_rob.evaluation.power import power as power

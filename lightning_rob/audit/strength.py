@@ -112,6 +112,7 @@ def black_box(target: AuditTarget, columns: Columns) -> Finding:
     square, names = columns["square"], target.suite.within(target.threat)
     seeing = [columns[n].nan_to_num(torch.inf) for n in names if n not in GRADIENT_FREE]
     white = torch.stack([columns["clean"], *seeing]).amin(0)
+    # Of noisy scores the negative differences stay: without them chance would look like a loss.
     lost = (white - square).clamp_min(0) if target.exact else white - square
     values = means(white_box=white, square=square, images=lost) | {"queries": target.queries}
     text = (

@@ -67,7 +67,6 @@ class RobustAudit(EvaluationCallback):
         self.queries = queries
         self.record = record
         self.power = power
-        self.tried = False
         self.found: Report | None = None
 
     def begin(self, trainer: Trainer, pl_module: Any, loaders: Any) -> Sequence[Images]:
@@ -87,16 +86,15 @@ class RobustAudit(EvaluationCallback):
         if target.transductive and not trainer.sanity_checking:
             give_source(target.defense, lambda: labelled_images(trainer))
         self.table = PerImage(len(column_names(target))).to(pl_module.device)
-        self.tried, self.found = False, None
+        self.found = None
         protocol, attacks = self.settings.protocol_for(target.defense), len(target.suite.attacks)
         return [Images(trainer, loaders, self.inputs, self.settings, protocol, attacks)]
 
     def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch, images: Images) -> None:
         target, (x, y, index) = self.target, batch
-        if trainer.sanity_checking and (target.transductive or self.tried):
+        if trainer.sanity_checking and target.transductive:
             return
         columns = measure(target, x, y, index)
-        self.tried = True
         if not trainer.sanity_checking:
             self.table.update(index, columns)
 

@@ -1,8 +1,7 @@
 """Base class of the callbacks that attack the module at validation and test."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count, takewhile
 from typing import Any, Self
 
@@ -18,7 +17,6 @@ from lightning_rob.attacks import Attack
 from lightning_rob.callbacks.images import Images, Inputs
 from lightning_rob.callbacks.progress import AttackProgress
 from lightning_rob.defenses import Defense
-from lightning_rob.defenses.transductive import reporting_adaptation
 from lightning_rob.evaluation.evaluate import as_defense
 from lightning_rob.evaluation.evaluator import EvaluationSettings
 from lightning_rob.evaluation.groups import GROUP_SIZE, Batch, Unpack
@@ -34,7 +32,7 @@ class EvaluationCallback(Callback, ABC):
 
     See `Images` for their order. Attacks run outside autocast and inference mode, and the global
     random streams, from which training draws, are left as they were. The sanity check before
-    training tries two images of each batch and reports nothing.
+    training tries two images and reports nothing.
 
     Args:
         attacks: name -> attack; the attribute has those that no earlier callback of the run runs.
@@ -181,42 +179,24 @@ class EvaluationCallback(Callback, ABC):
 
     on_test_epoch_start = on_validation_epoch_start
 
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: Any,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Attack the batch, if its images cannot be grouped."""
-        for images in self.images:
-            if images.grouped and not trainer.sanity_checking:
-                continue
-            with self._apart(pl_module, images):
-                served = images.served(batch, batch_idx, dataloader_idx)
-                if served is not None:
-                    self.attack_batch(trainer, pl_module, served, images)
-
-    on_test_batch_end = on_validation_batch_end
-
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for images in self.images:
-            images.check_shares()
-        if not self.images or trainer.sanity_checking:
+        if not self.images:
             return
-        assert self.progress is not None
-        show = self.progress.show if self.progress.rich else None
-        defense = self.defense_of(pl_module)
+        device = pl_module.device
         for images in self.images:
-            # Images of another seed draw from streams of their own.
-            with self._apart(pl_module, images), reporting_adaptation(defense, show):
+            # Training draws from the global streams; images of another seed have their own.
+            with (
+                own_streams(images.settings.seed, device),
+                torch.autocast(device.type, enabled=False),
+                torch.inference_mode(False),
+            ):
                 for batch in images.batches():
                     self.attack_batch(trainer, pl_module, batch, images)
-                self.finish_images(images)
-        self.progress.close()
-        self.report(trainer, pl_module, "test" if trainer.testing else "val")
+                if not trainer.sanity_checking:
+                    self.finish_images(images)
+        if self.progress:
+            self.progress.close()
+            self.report(trainer, pl_module, "test" if trainer.testing else "val")
 
     on_test_epoch_end = on_validation_epoch_end
 
@@ -241,17 +221,6 @@ class EvaluationCallback(Callback, ABC):
     def defense_of(self, pl_module: Any) -> Defense:
         """Return the module's `defense`, or the module itself as a network, in `Single`."""
         return as_defense(pl_module, self.inputs.preprocess)
-
-    @contextmanager
-    def _apart(self, pl_module: Any, images: Images) -> Iterator[None]:
-        """Leave autocast, inference mode and the random streams from which training draws."""
-        device = pl_module.device
-        with (
-            own_streams(images.settings.seed, device),
-            torch.autocast(device.type, enabled=False),
-            torch.inference_mode(False),
-        ):
-            yield
 
 
 def with_threat(

@@ -11,6 +11,7 @@ from lightning_rob.attacks import Attack, evaluating
 from lightning_rob.callbacks.base import EvaluationCallback, with_threat
 from lightning_rob.callbacks.images import Images, gather
 from lightning_rob.callbacks.loggers import log_picture, writing_folder
+from lightning_rob.callbacks.progress import console_of
 from lightning_rob.defenses import Defense
 from lightning_rob.evaluation.groups import Batch
 from lightning_rob.evaluation.protocol import evaluate_once
@@ -66,7 +67,6 @@ class Gallery(EvaluationCallback):
         self.name = name
         self.kept: list[Found] = []
         self.counts = {"n": 0, "left": 0, "fooled": 0}
-        self.line = ""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
@@ -77,7 +77,7 @@ class Gallery(EvaluationCallback):
         return trainer.state.fn == "test"
 
     def begin(self, trainer: Trainer, pl_module: Any, loaders: Any) -> Sequence[Images]:
-        self.kept, self.counts, self.line = [], dict.fromkeys(self.counts, 0), ""
+        self.kept, self.counts = [], dict.fromkeys(self.counts, 0)
         return [Images(trainer, loaders, self.inputs, self.settings, attacks=2)]
 
     def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch, images: Images) -> None:
@@ -97,6 +97,7 @@ class Gallery(EvaluationCallback):
             i = int(left[j])
             case = GalleryRow(int(y[i]), x[i].cpu().clone(), weak[i], strong[j])
             self.kept.append((-float(after[i]), int(index[i]), case))
+        # Shown are those that the weak attack left most right: there the strong one did most.
         self.kept = sorted(self.kept, key=lambda item: item[:2])[: self.count]
         self.advance(self.name, 2 * len(x))
 
@@ -120,10 +121,13 @@ class Gallery(EvaluationCallback):
         self.counts = {key: sum(counts[key] for counts, _ in gathered) for key in self.counts}
         kept = [found for _, kept in gathered for found in kept]
         self.kept = sorted(kept, key=lambda item: item[:2])[: self.count]
-        self.line = (
+        line = (
             f"{self.names[1]} fools every member on {self.counts['fooled']} of the "
             f"{self.counts['left']} images on which {self.names[0]} leaves some member right"
         )
+        if trainer.is_global_zero:
+            said = f"{line} ({self.counts['n']} attacked)"
+            console_of(trainer).print(said, highlight=False, soft_wrap=True)
         folder = writing_folder(trainer)
         if folder is None:
             return
@@ -133,10 +137,6 @@ class Gallery(EvaluationCallback):
         if self.kept:
             names = getattr(getattr(trainer, "datamodule", None), "class_names", None)
             cases = [case for _, _, case in self.kept]
-            figure = gallery(cases, (self.names[0], self.names[1]), names, self.line)
+            figure = gallery(cases, (self.names[0], self.names[1]), names, line)
             save(figure, folder / f"{self.name}.png")
             log_picture(trainer, f"{stage}/{self.name}", pixels(figure))
-
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.is_global_zero:
-            print(f"{self.line} ({self.counts['n']} attacked)")

@@ -1,15 +1,15 @@
 """The images of a validation or test, each once: canonical groups, rounds, or a stream."""
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
 from lightning_rob.defenses import Defense
 from lightning_rob.evaluation.evaluator import (
@@ -24,6 +24,7 @@ from lightning_rob.evaluation.groups import (
     Unpack,
     canonical_groups,
     choose,
+    fetch,
     group_loader,
     is_repeated,
     served_positions,
@@ -55,8 +56,8 @@ class Images:
 
     Images with positions come at the end of the epoch in canonical groups, or in the rounds of a
     protocol: the same images together for any batch size, sampler and order of the loader. A stream
-    has no positions; its batches are evaluated as Lightning's loop serves them, unless `max_images`
-    of them are drawn. Images are float32, or double under `64-true`.
+    has no positions; it is read again, and its batches are evaluated as they come, unless
+    `max_images` of them are drawn. Images are float32, or double under `64-true`.
     """
 
     def __init__(
@@ -80,9 +81,6 @@ class Images:
             )
         self.loader = several[self.place]
         self.positions = self._chosen()
-        self.seen = self.taken = 0
-        self.held: list[Tensor] = []
-        self.first: tuple[Any, ...] | None = None
         self.expected: int | None = None
         if protocol is None:
             return
@@ -93,11 +91,6 @@ class Images:
             )
         if not trainer.sanity_checking:
             protocol.check(self.loader, len(self.positions), trainer.world_size)
-
-    @property
-    def grouped(self) -> bool:
-        """Whether images are attacked in canonical groups, not as the loader batches them."""
-        return self.positions is not None
 
     @property
     def total(self) -> int | None:
@@ -114,7 +107,7 @@ class Images:
             **checkpoint_position(self.trainer),
             **several,
             "seed": self.settings.seed,
-            "group_size": self.settings.group_size if self.grouped else None,
+            "group_size": None if self.positions is None else self.settings.group_size,
             "precision": evaluation_precision(),
             "session": SESSION,
             "versions": versions(),
@@ -129,80 +122,93 @@ class Images:
         described = self.protocol.describe(defense, size, self.trainer.world_size)
         return found | {"protocol": described, "group_size": size}
 
-    def served(self, batch: Any, batch_idx: int, dataloader_idx: int) -> Batch | None:
-        """Return the images of a stream's batch, or two in any sanity check; else None."""
-        trainer, sanity = self.trainer, self.trainer.sanity_checking
-        if self.grouped and not sanity:
-            return None
-        loop: Any = trainer._evaluation_loop
-        if not loop._is_sequential:  # a batch of each loader, in the structure of the loaders
-            loaders = tree_flatten(loop._combined_loader.iterables)[1]
-            batch, dataloader_idx = loaders.flatten_up_to(batch)[self.place], self.place
-        if dataloader_idx != self.place or batch is None or is_repeated(self.loader, batch_idx):
-            return None
-        x, y, index = unpacked(batch, self.inputs.unpack)
-        # Lightning deals images to the processes in turn.
-        place = (self.seen + torch.arange(len(x))) * trainer.world_size + trainer.global_rank
-        self.seen += len(x)
-        # Copied, for a stream may reuse its buffers.
-        x, y = x.to(self._dtype, copy=True), y.clone()
-        index = place.to(x.device) if index is None else index.clone()
-        self.first = self.first or (float(x.double().sum()), *y.tolist())
-        if sanity:
-            return x[:2], y[:2], index[:2]
-        if self.settings.max_images is None:
-            self.taken += len(x)
-            return x, y, index
-        # The images with the smallest keys are a random choice of all images so far.
-        keys = Streams.from_index(place.to(x.device), self.settings.seed).keys
-        found = [keys, x, y, index]
-        if self.held:
-            found = [torch.cat(pair) for pair in zip(self.held, found, strict=True)]
-        few = found[0].argsort()[: self.settings.max_images]
-        self.held = [part[few] for part in found]
-        return None
-
-    def check_shares(self) -> None:
-        """Raise ValueError where several processes have the same first batch of a stream."""
-        if self.grouped or self.trainer.world_size == 1:
-            return
-        firsts = [first for first in gather(self.trainer, self.first) if first is not None]
-        if len(set(firsts)) < len(firsts):
-            raise ValueError(
-                f"{len(firsts)} processes are served the same images, so that each would count "
-                f"several times: let {type(self.loader).__name__} give each process a part of its "
-                "own, such as by torch.utils.data.distributed or by its rank"
-            )
-
     def batches(self) -> Iterator[Batch]:
-        """Yield this process's groups or rounds, or its part of the images held of a stream."""
-        trainer, unpack, groups = self.trainer, self.inputs.unpack, self.settings.group_size
-        if self.positions is None:
-            if self.settings.max_images is not None:
-                # The smallest keys of all processes are the choice, for any number of them.
-                keys = self.held[0].tolist() if self.held else []
-                keys = sorted(key for share in gather(trainer, keys) for key in share)
-                self.expected = min(len(keys), self.settings.max_images)
-                if self.held and self.expected:
-                    mine = (self.held[0] <= keys[self.expected - 1]).nonzero()[:, 0]
-                    for rows in torch.split(mine[self.held[3][mine].argsort()], groups):
-                        x, y, index = (part[rows] for part in self.held[1:])
-                        yield x, y, index
-            elif trainer.world_size == 1:
-                self.expected = self.taken  # another process may repeat images of a stream
+        """Yield this process's groups, rounds or batches; two images in a sanity check."""
+        trainer, unpack, positions = self.trainer, self.inputs.unpack, self.positions
+        if positions is None:
+            yield from self._streamed()
             return
-        self.expected = len(self.positions)
+        self.expected = len(positions)
         share = trainer.global_rank, trainer.world_size
-        if self.protocol is not None:
-            found = self.protocol.rounds(self.loader, self.positions, *share, unpack)
+        found: Iterable[tuple[Tensor, Any]]
+        if trainer.sanity_checking:
+            found = [(positions[:2], fetch(self.loader, positions[:2]))] if len(positions) else []
+        elif self.protocol is not None:
+            found = self.protocol.rounds(self.loader, positions, *share, unpack)
         else:
-            found = self._groups(canonical_groups(self.positions, groups))
-        for positions, batch in found:
-            # With the hooks of module and data that Lightning calls.
-            batch = trainer.lightning_module._on_before_batch_transfer(batch, self.place)
-            batch = trainer.strategy.batch_to_device(batch, dataloader_idx=self.place)
-            x, y, index = with_index(batch, positions, unpack)
+            found = self._groups(canonical_groups(positions, self.settings.group_size))
+        for places, batch in found:
+            x, y, index = with_index(self._transferred(batch), places, unpack)
             yield x.to(self._dtype), y, index
+
+    def _transferred(self, batch: Any) -> Any:
+        """Return a batch on the device, after the hooks of module and data that Lightning calls."""
+        module, strategy = self.trainer.lightning_module, self.trainer.strategy
+        batch = module._on_before_batch_transfer(batch, self.place)
+        return strategy.batch_to_device(batch, dataloader_idx=self.place)
+
+    def _numbered(self) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Yield images, labels, indices and places of a stream's batches, each image once."""
+        trainer, seen = self.trainer, 0
+        for number, batch in enumerate(islice(self.loader, self._limit())):
+            if is_repeated(self.loader, number):
+                return
+            x, y, index = unpacked(self._transferred(batch), self.inputs.unpack)
+            # Lightning deals images to the processes in turn.
+            place = (seen + torch.arange(len(x))) * trainer.world_size + trainer.global_rank
+            place, seen = place.to(x.device), seen + len(x)
+            # Copied, for a stream may reuse its buffers.
+            yield x.to(self._dtype), y.clone(), place if index is None else index.clone(), place
+
+    def _streamed(self) -> Iterator[Batch]:
+        """Yield this process's batches of a stream, or of a random choice of its images."""
+        trainer, batches, most = self.trainer, self._numbered(), self.settings.max_images
+        start = list(islice(batches, 1))
+        # No index says which images a process is served, but their first batch does.
+        marks = [(float(x.double().sum()), *y.tolist()) for x, y, *_ in start]
+        marks = list(chain(*gather(trainer, marks)))
+        kind = type(self.loader).__name__
+        if not marks:
+            raise ValueError(f"{kind} has no images when it is read again: an iterator ends once")
+        if len(set(marks)) < len(marks):
+            raise ValueError(
+                f"{len(marks)} processes are served the same images, so that each would count "
+                f"several times: let {kind} give each process a part of its own, such as by "
+                "torch.utils.data.distributed or by its rank"
+            )
+        if trainer.sanity_checking:
+            yield from ((x[:2], y[:2], index[:2]) for x, y, index, _ in start)
+            return
+        if most is None:
+            count = 0
+            for x, y, index, _ in chain(start, batches):
+                count += len(x)
+                yield x, y, index
+            # Another process may repeat images of a stream.
+            self.expected = count if trainer.world_size == 1 else None
+            return
+        # The images with the smallest keys of all processes are a random choice, for any number of
+        # processes; each holds no more than it may have to give.
+        held: list[Tensor] = []
+        for x, y, index, place in chain(start, batches):
+            found = [Streams.from_index(place, self.settings.seed).keys, x, y, index]
+            found = [torch.cat(pair) for pair in zip(held, found, strict=True)] if held else found
+            held = [part[found[0].argsort()[:most]] for part in found]
+        keys = held[0].tolist() if held else []
+        keys = sorted(key for share in gather(trainer, keys) for key in share)[:most]
+        self.expected = len(keys)
+        if held:
+            mine = (held[0] <= keys[-1]).nonzero()[:, 0]
+            for rows in torch.split(mine[held[3][mine].argsort()], self.settings.group_size):
+                x, y, index = (part[rows] for part in held[1:])
+                yield x, y, index
+
+    def _limit(self) -> int | None:
+        """Return the number of batches to which the trainer limits this loader, if it does."""
+        testing = self.trainer.state.fn == "test"
+        limits: Any = self.trainer.num_test_batches if testing else self.trainer.num_val_batches
+        finite = len(limits) > self.place and limits[self.place] != float("inf")
+        return int(limits[self.place]) if finite else None
 
     def _groups(self, groups: list[Tensor]) -> Iterator[tuple[Tensor, Any]]:
         """Yield positions and batches; each process takes the next group when it is ready."""
@@ -232,15 +238,14 @@ class Images:
         if None in shares:
             return None
         served = torch.tensor(sorted(set().union(*shares)), dtype=torch.int64)
-        testing, within = trainer.state.fn == "test", len(served)
-        limits: Any = trainer.num_test_batches if testing else trainer.num_val_batches
+        within, limit = len(served), self._limit()
         batch = loader.batch_size or -(-within // max(len(loader) * processes, 1))
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             # A trial run has one round, or one batch.
             size = settings.protocol and settings.protocol.images
             within = min((size or batch) * processes, within)
-        elif len(limits) > self.place and limits[self.place] < len(loader):
-            within = min(int(limits[self.place] * batch * processes), within)
+        elif limit is not None and limit < len(loader):
+            within = min(limit * batch * processes, within)
         return served[choose(len(served), settings.max_images, settings.seed, within)]
 
     @property

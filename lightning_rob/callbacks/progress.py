@@ -1,6 +1,5 @@
 """A line beside Lightning's own progress bar that says which attack is running."""
 
-import time
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -17,17 +16,8 @@ class AttackProgress:
         rich = getattr(bar, "progress", None) if isinstance(bar, RichProgressBar) else None
         self.rich: Any = rich
         self.task = rich.add_task("Attacking", total=total) if rich is not None else None
-        self.shown_at = 0.0
         shown = bar is not None and rich is None and trainer.is_global_zero
         self.bar = tqdm(total=total, desc="Attacking", leave=False, position=2, disable=not shown)
-
-    def show(self, text: str) -> None:
-        """Show a text in the same line, at most twice a second."""
-        now = time.monotonic()
-        if self.rich is not None and now - self.shown_at > 0.5:
-            self.shown_at = now
-            self.rich.update(self.task, description=f"Attacking: {text}")
-            self.rich.refresh()
 
     def advance(self, attack: str, images: int) -> None:
         self.bar.set_postfix_str(attack, refresh=False)

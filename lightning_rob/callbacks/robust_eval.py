@@ -14,9 +14,8 @@ from torch.utils.data import DataLoader, Subset
 
 from lightning_rob.attacks import Attack
 from lightning_rob.callbacks.base import EvaluationCallback, with_threat
-from lightning_rob.callbacks.image_grid import image_grid
 from lightning_rob.callbacks.images import Images, checkpoint_position
-from lightning_rob.callbacks.loggers import log_picture, run_folder, writing_folder
+from lightning_rob.callbacks.loggers import image_grid, log_picture, run_folder, writing_folder
 from lightning_rob.callbacks.progress import console_of
 from lightning_rob.data.base import labelled_images
 from lightning_rob.defenses import Defense
@@ -29,7 +28,6 @@ from lightning_rob.evaluation.evaluator import (
 )
 from lightning_rob.evaluation.findings import warn_of
 from lightning_rob.evaluation.groups import Batch, choose
-from lightning_rob.evaluation.images import save_images
 from lightning_rob.evaluation.protocol import RoundProtocol
 from lightning_rob.evaluation.records import (
     SESSION,
@@ -39,7 +37,7 @@ from lightning_rob.evaluation.records import (
     versions,
 )
 from lightning_rob.evaluation.results import EvaluationResult, worst_measurement
-from lightning_rob.evaluation.store import KNOWN, PerImageResults
+from lightning_rob.evaluation.store import KNOWN, PerImageResults, save_images
 from lightning_rob.evaluation.suites import plug_in_for
 from lightning_rob.runtime.errors import at_least
 from lightning_rob.runtime.identity import attack_spec, cache_key, fingerprint
@@ -390,7 +388,7 @@ class Evaluation:
             "rule": attack_spec(self.defense.rule),
             "target": self.target_name,
             "data": f"{type(data).__name__}, {number} images",
-            "group_size": self.settings.group_size if self.images.grouped else batches,
+            "group_size": batches if self.images.positions is None else self.settings.group_size,
             "protocol": self.details.get("protocol"),
             "save_images": self.first.save_images,
             "names": list(self.attacks),  # the order of the columns

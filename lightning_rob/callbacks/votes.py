@@ -112,6 +112,7 @@ class VotingRuleEval(EvaluationCallback):
         self.parts = {ALL: [list(range(len(defense.weights)))]} if self.ensembles is None else {}
         for name, members in (self.ensembles or {}).items():
             drawn = [tuple(_places(defense, members, seed + draw)) for draw in range(self.draws)]
+            # Several draws of a small ensemble may be the same: each counts once.
             self.parts[name] = [list(part) for part in dict.fromkeys(drawn)]
         self.made, known = self.attacks, self._known_part(defense)
         if self.each_target and is_transform_ensemble(known):

@@ -82,9 +82,6 @@ class Certificates:
         wrong, which 10 inferences are by bad luck on one of 1,000 images at most. Any success is
         a bug of the attack or of the certificate, or the model's prediction on a copy depends on
         more than this copy, but for the small probability with which a certificate fails.
-
-        Raises:
-            ValueError: other images were attacked.
         """
         if not torch.equal(self.index, attacked.index):
             raise ValueError("certificates and attacks are of other images: evaluate the same ones")

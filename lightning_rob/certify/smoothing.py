@@ -64,11 +64,6 @@ def certify(
         failure: probability that the radius of an image is too large.
         radii: radii to decide: an image takes no more draws once they cannot certify more of them.
             Such looks share `failure`. None takes all draws of each image, for the largest radius.
-
-    Raises:
-        ValueError: no sigma or two of them, a failure outside (0, 1), negative radii, a model that
-            rejects images by no class.
-        TypeError: a model that adapts to the test batch.
     """
     smoothed = smoothed_by(as_defense(model, preprocess), sigma)
     certifier = Certifier(draws, failure, radii, seed)

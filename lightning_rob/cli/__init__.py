@@ -1,5 +1,4 @@
 """The command `lightning-rob`, on top of Lightning's command line."""
 
-from lightning_rob.cli.main import COMMANDS, main
-
-__all__ = ["COMMANDS", "main"]
+from lightning_rob.cli.main import COMMANDS as COMMANDS
+from lightning_rob.cli.main import main as main

@@ -1,10 +1,11 @@
 """Commands that need torch: `RobustCLI` builds what they work on."""
 
+import json
 import logging
 import re
 import shlex
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -12,14 +13,23 @@ from typing import Any
 
 from lightning_rob.cli.lightning_cli import USER_ERRORS, Parser, RobustCLI, build
 from lightning_rob.cli.load import load
-from lightning_rob.cli.models import read_models
-from lightning_rob.cli.options import CONFIG, CommandLine, read_command_line
+from lightning_rob.cli.options import (
+    CONFIG,
+    CommandLine,
+    allows,
+    option_types,
+    read_command_line,
+)
 from lightning_rob.commands.base import Run, quiet_lightning
 from lightning_rob.commands.checkpoints import load_weights
 from lightning_rob.commands.config import config_of, function_of
 from lightning_rob.data import ImageData
 from lightning_rob.recipes.safe_yaml import load_file, one_line, reading_recipes
 from lightning_rob.runtime.errors import InputError
+
+OF_PROCESS = {  # options that all models of `monitor` share
+    *("models", "label", "once", "until", "every", "stop_at_alarm", "serve", "serve_host")
+}
 
 
 def run_command(line: CommandLine) -> None:
@@ -99,13 +109,29 @@ def _with_checkpoints(line: CommandLine) -> None:
         return one.options, partial(_build, one)
 
     starts: dict[str, Callable[[], tuple[Any, Callable[[Path], Run]]]] = {"": start}
-    if models := line.options.models:
-        starts = {
-            label: partial(start, [*own, f"--label={label}", "--models=null"])
-            for label, own in read_models(models, type(line.options)).items()
-        }
+    if line.options.models:
+        starts = {label: partial(start, own) for label, own in _models(line.options)}
     # Each model is built when its turn comes: a folder may get checkpoints for hours.
     function_of(line.command)(line.options, starts)
+
+
+def _models(options: Any) -> Iterator[tuple[str, list[str]]]:
+    """Yield name and arguments of each model of `monitor --models`."""
+    path, kinds = options.models, option_types(type(options))
+    content = load_file(path, "a list of models")
+    if not (isinstance(content, dict) and content):
+        raise ValueError(f"{path} must name models, such as resnet: {{run: resnet.ckpt}}")
+    for name, own in content.items():
+        if not isinstance(own, Mapping):
+            raise ValueError(f"{path}: {name} must have options such as run, got {own!r:.40}")
+        if shared := sorted(OF_PROCESS & own.keys()):
+            raise ValueError(f"{path}: {name}: {shared[0]} is of the process: --{shared[0]}")
+        args = []
+        for key, value in own.items():
+            is_list = isinstance(value, list) and allows(kinds.get(f"--{key}"), list)
+            for part in value if is_list else [value]:
+                args.append(f"--{key}={part if isinstance(part, str) else json.dumps(part)}")
+        yield str(name), [*args, f"--label={name}", "--models=null"]
 
 
 def _build(line: CommandLine, path: Path) -> Run:

@@ -2,13 +2,14 @@
 
 import re
 
-from lightning_rob.cli.spelling import unknown_class
+from lightning_rob.cli.spelling import unknown_class, unknown_option
 from lightning_rob.recipes.trust import explain
 from lightning_rob.runtime.errors import InputError
 
 NOISE = re.compile(
     r"\s*(Does not validate against|Subtypes:|Errors:|Expected a <class 'NoneType'>|Given value|"
-    r"Not a valid subclass of|Subclass types expect|a class path \(str\)|a dict with).*"
+    r"Not a valid subclass of|Subclass types expect|a class path \(str\)|a dict with|"
+    r"Problem with given class_path|Importing).*"
     r"|Expected a path but .* either not accessible or invalid"
 )
 PHRASES = {
@@ -22,8 +23,12 @@ PHRASES = {
 
 def shorten_jsonargparse_error(message: str) -> str:
     """Reduce jsonargparse's tree of reasons to the innermost ones, without tried types."""
-    if refused := explain(message):
-        return refused
+    # An option that a callback lacks is tried as one of `Callback`, which may not be imported.
+    if not re.search("is not accepted|there is no option", message):
+        if own := re.search(r"Importing '(lightning_rob\.\w+)' is not allowed", message):
+            return unknown_class(own[1])
+        if refused := explain(message):
+            return refused
     kept = [NOISE.sub("", re.sub(r"^\s*(- )*", "", line)).strip() for line in message.splitlines()]
     text = " ".join(dict.fromkeys(line for line in kept if line)) or message
     for original, phrase in PHRASES.items():
@@ -33,7 +38,11 @@ def shorten_jsonargparse_error(message: str) -> str:
         lambda found: unknown_class(found[1]),
         text,
     )
-    text = text.strip()
+    text = re.sub(
+        r"Option '([\w.]+)' is not accepted|unrecognized arguments: --([\w.]+)\S*",
+        lambda found: unknown_option(found[1] or found[2]),
+        text,
+    ).strip()
     given = re.search(r"Given value: (?!NestedArg)(.+)", message)
     if given and "expected " in text and "Got value" not in text:
         text += f". Got value: {given[1]:.60}"

@@ -15,7 +15,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch.multiprocessing.spawn import ProcessException
 
 from lightning_rob.callbacks.guard import TerminateOnNonFinite
@@ -30,7 +29,6 @@ from lightning_rob.cli.options import (
     asks_for_page,
     read_command_line,
 )
-from lightning_rob.cli.spelling import check_recipe
 from lightning_rob.commands.base import trained_threat
 from lightning_rob.commands.checkpoints import RECIPE, config_in_checkpoint
 from lightning_rob.commands.thresholds import parse_thresholds, violations
@@ -121,9 +119,12 @@ class RobustCLI(LightningCLI):
 
     def __init__(self, line: CommandLine | Sequence[str], run: bool = True) -> None:
         self.checkpoint_io = SafeCheckpointIO()
-        supervised = supervised_processes(
-            self._launched_ranks, lambda: self.config.get("rank_timeout")
-        )
+
+        def ranks() -> Any:
+            strategy = getattr(getattr(self, "trainer", None), "strategy", None)
+            return getattr(getattr(strategy, "launcher", None), "procs", ())
+
+        supervised = supervised_processes(ranks, lambda: self.config.get("rank_timeout"))
         try:
             if not isinstance(line, CommandLine):
                 line = read_command_line(*line) if run else read_command_line("fit", *line)
@@ -171,10 +172,7 @@ class RobustCLI(LightningCLI):
             raise InputError(
                 "say what to run: --config RECIPE, or --ckpt_path CHECKPOINT of such a run"
             )
-        if not recipe:
-            return []
-        check_recipe([load(recipe), *self.line.parts], self.line.allowed)
-        return [f"--config={recipe}"]
+        return [f"--config={recipe}"] if recipe else []
 
     def setup_parser(self, add_subcommands: bool, main_kwargs: Any, subparser_kwargs: Any) -> None:
         # One parser for a command and its options: Lightning has one more for each subcommand, and
@@ -241,10 +239,6 @@ class RobustCLI(LightningCLI):
             lines.append(",".join([f"{i},{p.index(max(p))}", *(f"{value:.6g}" for value in p)]))
         atomic_write_text(path, "\n".join([*lines, ""]))
 
-    def _launched_ranks(self) -> Any:
-        strategy = getattr(getattr(self, "trainer", None), "strategy", None)
-        return getattr(getattr(strategy, "launcher", None), "procs", ())
-
     def _describe(self, error: Exception) -> str:
         if not isinstance(error, OSError) or error.errno not in UNWRITABLE:
             return str(error)
@@ -277,15 +271,8 @@ class RobustCLI(LightningCLI):
             self._print(f"Radius: the attacks are at {', '.join(radii)}; the training was {why}")
 
     def before_predict(self) -> None:
-        if self.config.get("ckpt_path"):
-            return
-        # Random weights differ when the model is built again; those of a file do not.
-        with isolate_rng():
-            torch.manual_seed(torch.initial_seed() + 1)
-            again = build(LightningModule, self.recipe()["model"])
-        pairs = zip(self.model.parameters(), again.parameters(), strict=True)
-        if not all(torch.equal(one.cpu(), other.cpu()) for one, other in pairs):
-            self._print("No weights: no checkpoint is given, so the network is an untrained one.")
+        if not self.config.get("ckpt_path"):
+            self._print("No checkpoint is given: the weights are those that the recipe builds.")
 
     def before_test(self) -> None:
         self.before_validate()

@@ -33,9 +33,6 @@ def load(path: str | os.PathLike[str], allow_import: str | Sequence[str] = ()) -
             of which only the named files are fetched; or "zoo:digits_robust", a trained network of
             this package.
         allow_import: packages of yours that it may name, as of `--allow-import`.
-
-    Raises:
-        InputError: no such file, not a checkpoint, or one without a recipe.
     """
     place = str(path)
     folder = _fetched(place) if place.startswith(HUB) else Path(place)
@@ -80,9 +77,6 @@ def load_callbacks(
     """Return the callbacks of plug-in files, by path or by short name such as "arc".
 
     A suite stands for several callbacks; `allow_import` is as of `load`.
-
-    Raises:
-        InputError: there is no such plug-in.
     """
     entries = expand([names] if isinstance(names, str) else list(names), Path.cwd())
     return [_built(Callback, entry, allow_import) for entry in entries]

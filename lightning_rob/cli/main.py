@@ -123,7 +123,8 @@ def _run(reads_records: bool, command: str, *args: str) -> None:
 def share_work(line: Any) -> None:
     """Let several processes do the parts of a command, where its options ask for it."""
     options = line.options
-    if isinstance(options, SpreadConfig) and options.processes:
+    # `tune` spreads each round of its trials by itself.
+    if isinstance(options, SpreadConfig) and options.processes and line.command != "tune":
         from lightning_rob.runtime.spread import spread
 
         spread([line.command, *line.given], options.processes, ray=options.ray > 0)

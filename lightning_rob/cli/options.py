@@ -1,8 +1,9 @@
 """The command line as it is read before torch is imported: names replaced, options parsed."""
 
+import os
 import re
 from argparse import Action, RawDescriptionHelpFormatter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from inspect import cleandoc
 from pathlib import Path
@@ -11,10 +12,10 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 import jsonargparse
 
 from lightning_rob.cli.errors import shorten_jsonargparse_error
-from lightning_rob.cli.spelling import PARTS, check_recipe, refuse_unknown
+from lightning_rob.cli.spelling import PARTS, check_content, check_option
 from lightning_rob.commands.config import CommandConfig, config_of
 from lightning_rob.commands.specs import short
-from lightning_rob.recipes.plugins import expand, expand_recipe
+from lightning_rob.recipes.plugins import expand
 from lightning_rob.recipes.safe_yaml import (
     load,
     load_file,
@@ -23,7 +24,7 @@ from lightning_rob.recipes.safe_yaml import (
     reading_recipes,
 )
 from lightning_rob.recipes.shipped import find_checkpoint, find_recipe, shipped_folder
-from lightning_rob.recipes.trust import OPTION
+from lightning_rob.recipes.trust import OPTION, VARIABLE
 from lightning_rob.runtime.errors import InputError, nearest
 
 NAMED = ("best", "last", "hpc", "null", "")  # checkpoints that are no files
@@ -63,7 +64,7 @@ class CommandLine:
     command: str
     given: tuple[str, ...]  # arguments as they were given
     args: list[str]  # with joined values, files for short names, callbacks for plug-ins, numbers
-    parts: list[dict[str, Any]]  # content that each argument adds to the recipe, in order
+    parts: list[dict[str, Any]]  # for each of `args` the content of its configuration file
     allowed: list[str]  # prefixes of `--allow-import`
     options: Any = None  # the command's own; None for those of Lightning, and for a page
 
@@ -88,11 +89,20 @@ def read_command_line(command: str, *args: str) -> CommandLine:
     if unnamed and find_recipe(unnamed[0]) and not Path(unnamed[0]).exists():
         raise InputError(f"{unnamed[0]} is a recipe: --config {unnamed[0]}")
     joined = [arg if arg.startswith("-") else f"--{name}={arg}" for arg in joined]
+    # Imports are allowed here, before any recipe is read.
     allowed = [arg.partition("=")[2] for arg in joined if arg.partition("=")[0] == OPTION]
     joined = [arg for arg in joined if arg.partition("=")[0] != OPTION]
     known = {*OF_RUN, *PARTS, *(option.removeprefix("--") for option in kinds)}
     refuse_unknown(joined, known)
     read = [_read_argument(arg, known, kinds) for arg in joined]
+    if not (allowed or os.environ.get(VARIABLE)):  # else any class may be meant
+        for arg, content in read:
+            option, _, value = arg.removeprefix("--").partition("=")
+            added = option == "trainer.callbacks+"
+            check_content(load(value), "trainer.callbacks") if added else check_option(
+                option, value
+            )
+            check_content(content)
     parts = [part for _, part in read]
     options = None
     if config and not any(map(asks_for_page, joined)):
@@ -105,12 +115,23 @@ def read_command_line(command: str, *args: str) -> CommandLine:
         folder = Path(path).parent
         near = map(str, folder.iterdir()) if folder.is_dir() else ()
         raise InputError(f"there is no checkpoint {path}{nearest(path, near)}")
-    check_recipe(parts, allowed)
     return line
 
 
+def refuse_unknown(args: Sequence[str], known: Iterable[str]) -> None:
+    """Refuse the first option that does not exist; `known` are names up to the first dot."""
+    options = {f"--{name}" for name in known}
+    for arg in args:
+        name = arg.partition("=")[0].rstrip("+")
+        if arg.startswith("-") and name.partition(".")[0] not in {*options, "-c", "-h"}:
+            hint = nearest(name.partition(".")[0], options, "; try --help")
+            if name in ("--eps", "--norm"):
+                hint = f": that of a plug-in is --trainer.callbacks.{name[2:]}, after the plug-in"
+            raise InputError(f"there is no option {name}{hint}")
+
+
 def _read_argument(arg: str, known: set[str], kinds: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return an argument for the parser, and the content that it adds to the recipe."""
+    """Return an argument for the parser, and the content of a configuration file."""
     option, equals, value = arg.partition("=")
     if option == "--trainer.callbacks":
         raise InputError("write --trainer.callbacks+=…: without + it drops those before it")
@@ -118,31 +139,18 @@ def _read_argument(arg: str, known: set[str], kinds: dict[str, Any]) -> tuple[st
         return arg, {}
     if option in CONFIG:
         file = find_recipe(value)
-        content = _read_config(value, file, known)
-        folder = file.resolve().parent if file else Path()
-        return f"{option}={file or value}", expand_recipe(content, folder)
+        return f"{option}={file or value}", _read_config(value, file, known)
     if option == "--trainer.callbacks+":
-        callbacks = expand(_content(value), Path())
-        return f"{option}={one_line(callbacks)}", {"trainer": {"callbacks+": callbacks}}
+        # A list or mapping; a name stays as it is.
+        content = load(value) if re.search(r"[\n{[]|: ", value) else value
+        return f"{option}={one_line(expand(content, Path()))}", {}
     if option == "--ckpt_path":
         return f"{option}={find_checkpoint(value)}", {}
-    if not allows(kinds.get(option.rstrip("+")), str):
-        arg = parse_fraction_arg(arg)
-    keys = [key for key in option.removeprefix("--").split(".") if key != "init_args"]
-    if keys[0] not in PARTS:
-        return arg, {}
-    content = _content(value)
-    for key in reversed(keys[:-1] if keys[-1] == "help" else keys):
-        content = {key: content}
-    return arg, content
-
-
-def _content(value: str) -> Any:
-    # A list or mapping; a name stays as it is.
-    return load(value) if re.search(r"[\n{[]|: ", value) else value
+    return arg if allows(kinds.get(option.rstrip("+")), str) else parse_fraction_arg(arg), {}
 
 
 def _read_config(value: str, file: Path | None, known: set[str]) -> dict[str, Any]:
+    # A line break, a key or a brace makes it YAML; all else is the name of a file or a recipe.
     if file is None and re.search(r"\n|: |^\s*\{", value):
         content = load(value)
     elif file is None and not Path(value).exists():

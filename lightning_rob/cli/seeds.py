@@ -43,7 +43,6 @@ class SeedsConfig(SpreadConfig):
 
     @property
     def numbers(self) -> list[int]:
-        """The seeds."""
         try:
             ends = [part.partition("..") for part in str(self.seeds).split(",")]
             spans = [range(int(a), int(b if dots else a) + 1) for a, dots, b in ends]

@@ -48,7 +48,6 @@ class Run:
         return as_defense(self.model, self.inputs.preprocess)
 
     def test_with(self, callback: EvaluationCallback) -> None:
-        """Test the checkpoint with one callback more."""
         self.trainer.callbacks.append(callback)  # type: ignore[attr-defined]
         self.trainer.test(self.model, self.data, self.checkpoint, False, weights_only=True)
 

@@ -95,6 +95,7 @@ def run(config: CertifyConfig, run: "Run") -> bool:
     settings = EvaluationSettings(config.seed, inferences=INFERENCES, max_images=config.images)
     chosen = {"max_images": config.images, "seed": config.seed, **vars(run.inputs)}
     certify = CertifiedEval(config.sigma, radii, config.draws, config.failure, **chosen)
+    # An attack that succeeds within a certified radius would refute the certificate.
     attacks = {
         f"pgd_{radius:g}": PGD(
             Threat("l2", radius),

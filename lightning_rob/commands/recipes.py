@@ -70,7 +70,14 @@ def run(config: RecipesConfig) -> None:
                 table.add_row(name, escape(summary(path)))
             console.print(table)
         return
-    for path in [_file(name) for name in config.names]:
+    known: dict[str, Path] = {}
+    for folder, _ in FOLDERS.values():
+        known = shipped_files(folder) | known  # of equal names the first kind counts
+    for name in config.names:
+        if name.removesuffix(".yaml") not in known:
+            hint = nearest(name, known, ": lightning-rob recipes lists all")
+            raise InputError(f"there is no recipe, plug-in or network {name!r}{hint}")
+    for path in (known[name.removesuffix(".yaml")] for name in config.names):
         if not config.copy:
             print(path.read_text(encoding="utf-8"), end="")
             continue
@@ -98,15 +105,6 @@ def shipped_files(folder: str) -> dict[str, Path]:
     if folder == "zoo":
         return {path.parent.name: path for path in sorted(place.glob(f"*/{CARD}"))}
     return {path.stem: path for path in sorted(place.glob("*.yaml"))}
-
-
-def _file(name: str) -> Path:
-    for folder, _ in FOLDERS.values():
-        if path := shipped_files(folder).get(name.removesuffix(".yaml")):
-            return path
-    known = [short for folder, _ in FOLDERS.values() for short in shipped_files(folder)]
-    hint = nearest(name, known, ": lightning-rob recipes lists all")
-    raise InputError(f"there is no recipe, plug-in or network {name!r}{hint}")
 
 
 def summary(path: Path) -> str:

@@ -1,7 +1,5 @@
 """Data sets that torchvision downloads and reads: MNIST, Fashion-MNIST, CIFAR, SVHN and GTSRB."""
 
-import gzip
-import shutil
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -75,27 +73,11 @@ class MNIST(TorchvisionData):
 
 
 class FashionMNIST(TorchvisionData):
-    """Ten kinds of clothes (Xiao et al. 2017): 60,000 images to train, 10,000 to test.
-
-    Where the Debian package `dataset-fashion-mnist` is installed, its files in the folder
-    `packaged` are unpacked into `root` instead of downloaded.
-    """
+    """Ten kinds of clothes (Xiao et al. 2017): 60,000 images to train, 10,000 to test."""
 
     torchvision_name, location = "FashionMNIST", "FashionMNIST/raw"
-    packaged: ClassVar[Path] = Path("/usr/share/datasets/fashion-mnist")
     classes, channels, size = 10, 1, 28
     mean, std = (0.2860,), (0.3530,)
-
-    def prepare_data(self) -> None:
-        target = Path(self.root) / self.location
-        if self.packaged.exists() and not target.exists():
-            unfinished = target.with_name("unfinished")
-            unfinished.mkdir(parents=True, exist_ok=True)
-            for file in self.packaged.glob("*.gz"):
-                with gzip.open(file) as packed, (unfinished / file.stem).open("wb") as unpacked:
-                    shutil.copyfileobj(packed, unpacked)
-            unfinished.rename(target)  # after a kill the folder is whole or missing
-        super().prepare_data()
 
 
 def shift_and_flip() -> list[Augment]:

@@ -1,17 +1,14 @@
-"""Images from folders with a subfolder per class (ImageNet, Imagenette …), and from one file."""
+"""Images from folders with a subfolder per class (ImageNet, Imagenette …)."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import ConcatDataset
 
 from lightning_rob.data.base import Augment, ImageData, Source
-from lightning_rob.nets.weights import read_file
 from lightning_rob.runtime.errors import at_least
 
 
@@ -20,38 +17,6 @@ def _pixels(image: Image.Image) -> Tensor:
 
     pixels: Tensor = functional.pil_to_tensor(image)
     return pixels.float() / 255
-
-
-def read_images(path: str) -> Tensor:
-    """Read images from a file, such as those of an attack, as [N, C, H, W] float32 in [0, 1].
-
-    The file is a tensor or an array [N, C, H, W] (`.pt`, `.npy`), or a dict or archive with one
-    called x (`.pt`, `.npz`); floating point in [0, 1], or uint8.
-    """
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"there is no file of images {path}")
-    content: Any
-    if path.endswith(".pt"):
-        content = read_file(path)
-    else:
-        try:
-            content = np.load(path, allow_pickle=False)
-        except ValueError as error:
-            raise ValueError(f"{path} is not a file of images: .pt, .npy or .npz") from error
-    if not isinstance(content, Tensor | np.ndarray):
-        content = content.get("x") if isinstance(content, Mapping) else None
-        if not isinstance(content, Tensor | np.ndarray):
-            raise ValueError(f"{path} must hold a tensor, or one called x among others")
-    images = torch.as_tensor(content)
-    images = images.float() / 255 if images.dtype == torch.uint8 else images.float()
-    if images.ndim != 4 or not len(images):
-        raise ValueError(f"{path} must hold images [N, C, H, W], got {list(images.shape)}")
-    if not (images.min() >= 0 and images.max() <= 1):
-        raise ValueError(
-            f"images in {path} must lie in [0, 1], got values in "
-            f"[{float(images.min()):.4g}, {float(images.max()):.4g}]"
-        )
-    return images
 
 
 class Images(ImageData):
@@ -85,6 +50,7 @@ class Images(ImageData):
             folder = self.root / part
             inside = folder.iterdir() if folder.is_dir() else ()
             names[part] = sorted(file.name for file in inside if file.is_dir())
+        # ImageNet's test images have no labels: `val` is the test then.
         self.test = "test" if names["test"] else "val"
         self.has_val_folder = bool(names["test"] and names["val"])
         self.classes = len(names["train"])

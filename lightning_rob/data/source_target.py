@@ -5,10 +5,8 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
-from torch.utils.data import TensorDataset
 
 from lightning_rob.data.base import ImageData, IndexedSubset, Source
-from lightning_rob.data.folders import read_images
 from lightning_rob.data.sampling import EpochSampler, ResumableLoader, resume_point
 from lightning_rob.randomness import derive_seed
 
@@ -38,15 +36,9 @@ class SourceTargetData(ImageData):
     Args:
         source: data set of the labelled training images; its options hold for the target too.
         target: data set of the unlabelled images, which are its test images; None: the source.
-        images: file of unlabelled images instead, see `read_images`; with those of an attack,
-            training is a round of the game between attacker and defender.
     """
 
-    def __init__(
-        self, source: ImageData, target: ImageData | None = None, images: str | None = None
-    ) -> None:
-        if target is not None and images is not None:
-            raise ValueError(f"the unlabelled images are those of target or of {images}, not both")
+    def __init__(self, source: ImageData, target: ImageData | None = None) -> None:
         super().__init__(
             batch_size=source.batch_size,
             eval_batch_size=source.eval_batch_size,
@@ -59,13 +51,14 @@ class SourceTargetData(ImageData):
         )
         self.base = source
         self.target = target or source
-        self.images = images
         self.classes, self.mean, self.std = source.classes, source.mean, source.std
         self.channels, self.size = source.channels, source.size
         for name in ("default_augment", "preprocessing", "hold_out", "test_order"):
             setattr(self, name, getattr(source, name))  # all are those of the source
-        if target is not None:
-            self._check(type(target).__name__, (target.channels, target.size, target.size))
+        shapes = [[one.channels, one.size, one.size] for one in (source, self.target)]
+        if shapes[0] != shapes[1]:
+            name = type(target).__name__
+            raise ValueError(f"unlabelled images must be {shapes[0]}, {name} has {shapes[1]}")
 
     def prepare_data(self) -> None:
         self.base.prepare_data()
@@ -77,7 +70,11 @@ class SourceTargetData(ImageData):
     def setup(self, stage: str | None = None) -> None:
         super().setup(stage)
         if stage in ("fit", None) and "target" not in self.parts:
-            self.parts["target"] = self._target()
+            # Augmented like the source's, to keep the domains alike.
+            augment = self.default_augment() if self.augment is None else self.augment
+            images = Unlabelled(self.target.source(train=False))
+            steps, seed = augment or self.target.preprocessing(), derive_seed(self.seed, 1)
+            self.parts["target"] = IndexedSubset(images, torch.arange(len(images)), steps, seed)
 
     def train_dataloader(self) -> Any:
         start = resume_point(self.trainer, self.state_dict().get("epoch", self._epoch))
@@ -86,21 +83,3 @@ class SourceTargetData(ImageData):
         sampler = EpochSampler(part, self.batch_size, part.seed, start, **self._share())
         target = ResumableLoader(part, sampler=sampler, **self._options(self.batch_size))
         return CombinedLoader({"source": super().train_dataloader(), "target": target}, "min_size")
-
-    def _target(self) -> IndexedSubset:
-        # Augmented like the source's, to keep the domains alike.
-        augment = self.default_augment() if self.augment is None else self.augment
-        if self.images is None:
-            images: Source = self.target.source(train=False)
-            steps = augment or self.target.preprocessing()
-        else:
-            pixels = read_images(self.images)
-            self._check(self.images, tuple(pixels.shape[1:]))
-            images, steps = TensorDataset(pixels), augment
-        indices = torch.arange(len(images))
-        return IndexedSubset(Unlabelled(images), indices, steps, derive_seed(self.seed, 1))
-
-    def _check(self, name: str, shape: tuple[int, ...]) -> None:
-        wanted = (self.channels, self.size, self.size)
-        if shape != wanted:
-            raise ValueError(f"unlabelled images must be {list(wanted)}, {name} has {list(shape)}")

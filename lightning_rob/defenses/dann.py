@@ -8,7 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_rob.defenses.transductive import Augment, Retraining, Source, SourceData, shuffled
+from lightning_rob.defenses.transductive import (
+    Augment,
+    Retraining,
+    Source,
+    SourceData,
+    progress_bar,
+    shuffled,
+)
 from lightning_rob.nets.dann import reversed_gradient
 from lightning_rob.objectives import classification_loss
 from lightning_rob.rules import Rule, mean_probs
@@ -89,7 +96,7 @@ class DANN(Retraining):
     ) -> Iterator[tuple[Tensor, bool]]:
         # The labels of the test images are never read.
         target = Source((x, x.new_full((len(x),), -1, dtype=torch.long)))
-        for epoch in self.progress(range(self.epochs), "DANN", None):
+        for epoch in progress_bar(range(self.epochs), "DANN"):
             source_batches = shuffled(len(self.source), self.batch_size, generator)
             target_batches = shuffled(len(x), self.batch_size, generator)
             steps = min(len(source_batches), len(target_batches))

@@ -10,7 +10,13 @@ from torch.nn.functional import batch_norm
 
 from lightning_rob.defenses.network import network_logits
 from lightning_rob.defenses.per_image import PerImageLayer
-from lightning_rob.defenses.transductive import LocalBatchNorm, Optimizer, Transductive, trainable
+from lightning_rob.defenses.transductive import (
+    LocalBatchNorm,
+    Optimizer,
+    Transductive,
+    progress_bar,
+    trainable,
+)
 from lightning_rob.rules import Rule, mean_probs
 from lightning_rob.runtime.errors import at_least
 
@@ -74,7 +80,7 @@ class DENT(Transductive):
         for module in net.modules():
             if isinstance(module, BatchNorm):
                 module.eval()
-        for _ in self.progress(range(self.steps), "DENT", None):
+        for _ in progress_bar(range(self.steps), "DENT"):
             loss = information(network_logits(net, x), self.diversity)
             gradients = torch.autograd.grad(loss, weights, allow_unused=True)
             for weight, gradient in zip(weights, gradients, strict=True):

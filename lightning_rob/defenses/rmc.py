@@ -2,16 +2,12 @@
 
 import copy
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, BinaryIO, Literal, Self
+from typing import Any, Literal, Self
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -21,7 +17,6 @@ from lightning_rob.defenses.network import network_logits
 from lightning_rob.defenses.transductive import (
     Augment,
     Optimizer,
-    Progress,
     Source,
     SourceData,
     Transductive,
@@ -39,18 +34,17 @@ from lightning_rob.randomness import (
 )
 from lightning_rob.rules import Rule, mean_probs
 from lightning_rob.runtime.errors import at_least
+from lightning_rob.runtime.files import atomic_write
 from lightning_rob.runtime.identity import cache_key, check_describable, fingerprint
-from lightning_rob.runtime.memory import free_memory
 
 Attacker = Callable[[Defense, Tensor, Tensor, Generator], Any]  # to a Tensor, see `data.samples`
 Stop = Literal["either", "both"]
 NEAREST = 0.2  # share of the neighbours that may validate
 HELD_OUT = 0.25  # share of these that validates
 CALIBRATION_HELD_OUT = 0.125  # as released
-FORMAT = 1  # of the cache files; increase it if their content or layout changes
+FORMAT = 2  # of the cache files; increase it if their content or layout changes
 BATCH = 256  # images attacked at a time
 CHUNK = 1 << 14  # rows of features whose distances are computed at a time
-SHARE_OF_FREE = 0.25  # of an accelerator's free memory, for the features of D'
 SAMPLED = 64  # source images that enter the cache key
 
 
@@ -125,7 +119,7 @@ class RMC(Transductive):
         self.moments: dict[str, Any] | None = None
 
     def fit_to_batch(self, x: Tensor, generator: torch.Generator) -> Self:
-        images = self.store.build(self.net, self.source, x.device, self.progress)
+        images = self.store.build(self.net, self.source, x.device)
         query = features(self.net, x, self.store.layer)
         found = nearest(images.features, query, self.neighbours).cpu()
         train, held_out = split(found, generator)
@@ -145,7 +139,7 @@ class RMC(Transductive):
             # With replacement, for the source may have fewer images than are drawn.
             drawn = torch.randint(len(self.source), (self.neighbours,), generator=private)
             held_out = math.ceil(CALIBRATION_HELD_OUT * self.neighbours)
-            images = self.store.build(self.net, self.source, device, self.progress)
+            images = self.store.build(self.net, self.source, device)
             return self._trained(images, drawn[held_out:], drawn[:held_out], device, private)
 
     def _trained(
@@ -174,7 +168,7 @@ class RMC(Transductive):
             except RuntimeError:
                 net.to(memory_format=torch.contiguous_format)
         losses: list[tuple[float, float]] = []
-        for _ in self.progress(range(self.epochs), "RMC", None):
+        for _ in progress_bar(range(self.epochs), "RMC"):
             net.train()
             total = torch.zeros((), device=device)  # read once an epoch: each look waits for a GPU
             for index in shuffled(len(train), self.batch_size, generator):
@@ -263,7 +257,7 @@ def features(net: nn.Module, x: Tensor, layer: str | None = None) -> Tensor:
 
 @dataclass(frozen=True)
 class FeatureSet:
-    """Labelled images with their features, on the CPU, mapped from files; see `FeatureStore`."""
+    """Labelled images with their features, on the CPU; see `FeatureStore`."""
 
     x: Tensor  # [N, C, H, W] float32 in [0, 1]
     y: Tensor  # [N] int64
@@ -279,7 +273,7 @@ class FeatureStore:
     """D' of RMC: the source images clean, then attacked, all with the features of a network.
 
     It is built at the first use, and again for a network of other weights. Each pass over the
-    source is augmented once. Without a `cache` folder the files last as long as the process.
+    source is augmented once. They stay in memory or, with a `cache` folder, in a file there.
     """
 
     attack: Attacker | None = None
@@ -292,24 +286,15 @@ class FeatureStore:
     def __post_init__(self) -> None:
         self._last: tuple[Source, str, FeatureSet] | None = None
 
-    def build(
-        self,
-        net: nn.Module,
-        source: Source,
-        device: torch.device,
-        progress: Progress = progress_bar,
-    ) -> FeatureSet:
+    def build(self, net: nn.Module, source: Source, device: torch.device) -> FeatureSet:
         """Return (copies + 1) * N images with features for a network; the first N are clean."""
         # By the content of the weights, for another object may have the same ones.
         network = fingerprint(net)
         if self._last is None or self._last[0] is not source or self._last[1] != network:
-            self._last = None  # frees the mapped files before others are written
-            images = self._stored(network, source, self._batches(net, source, device, progress))
-            # All features are compared with each batch, so they move to an accelerator if they
-            # take a small part of its memory; of the images only the neighbours are needed.
-            free = None if device.type == "cpu" else free_memory(device)
-            if free is not None and images.features.nbytes <= SHARE_OF_FREE * free:
-                images = replace(images, features=images.features.to(device))
+            self._last = None  # frees their memory before others are made
+            images = self._stored(network, source, self._batches(net, source, device))
+            # All features are compared with each batch, of the images only neighbours are needed.
+            images = replace(images, features=images.features.to(device))
             self._last = source, network, images
         return self._last[2]
 
@@ -324,32 +309,31 @@ class FeatureStore:
             check_describable(made_by)
             numbers = [FORMAT, BATCH, self.copies, self.layer, self.seed, len(source)]
             own = {"net": network, "made_by": made_by, "numbers": numbers}
-            place = Path(self.cache) / f"rmc-{cache_key(**own, images=source.gather(some))}"
-            if place.is_dir():
+            place = Path(self.cache) / f"rmc-{cache_key(**own, images=source.gather(some))}.pt"
+            if place.exists():
                 return _read(place)
-            place.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(
-            dir=place and place.parent, prefix="rmc-unfinished-", ignore_cleanup_errors=True
-        ) as folder:
-            complete = Path(folder) / "complete"
-            complete.mkdir()
-            _write(complete, batches, (self.copies + 1) * len(source))
-            if not place:
-                return _read(complete)  # mapped files outlive their names
-            try:
-                complete.rename(place)
-            except OSError:
-                if not place.is_dir():  # else another process has built the same files meanwhile
-                    raise
+        parts: list[Tensor] = []
+        end, count = 0, (self.copies + 1) * len(source)
+        for batch in batches:
+            # In place: for a moment, parts that are put together would take their memory twice.
+            parts = parts or [
+                part.new_empty(count, *part.shape[1:], device="cpu") for part in batch
+            ]
+            begin, end = end, end + len(batch[0])
+            for whole, part in zip(parts, batch, strict=True):
+                whole[begin:end] = part
+        if place is None:
+            return FeatureSet(*parts)
+        atomic_write(place, partial(torch.save, parts))
         return _read(place)
 
     def _batches(
-        self, net: nn.Module, source: Source, device: torch.device, progress: Progress
+        self, net: nn.Module, source: Source, device: torch.device
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield images, labels and features, batch by batch: clean in turn 0, then attacked."""
         batches = torch.split(torch.arange(len(source)), BATCH)
         todo = [(turn, index) for turn in range(self.copies + 1) for index in batches]
-        for turn, index in progress(todo, "RMC's training set", None):
+        for turn, index in progress_bar(todo, "RMC's training set"):
             # Keyed by turn and position: the same files in every process.
             generator = torch.Generator().manual_seed(derive_seed(self.seed, turn, int(index[0])))
             with seeded_global_rng(generator, device):
@@ -361,30 +345,12 @@ class FeatureStore:
             yield x, y, features(net, x, self.layer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self  # copies of a defense share the files
+        return self  # copies of a defense share the images
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_last": None}
 
 
-def _write(folder: Path, batches: Iterable[Sequence[Tensor]], count: int) -> None:
-    """Write batches of `count` rows in all to one .npy file for each tensor of `FeatureSet`."""
-    with ExitStack() as stack:
-        files: dict[str, BinaryIO] = {}
-        for batch in batches:
-            for name, part in zip(FeatureSet.__annotations__, batch, strict=True):
-                array = part.cpu().contiguous().numpy()
-                if name not in files:
-                    files[name] = stack.enter_context(open(folder / f"{name}.npy", "wb"))
-                    shape = (count, *array.shape[1:])
-                    head = {"descr": array.dtype.str, "fortran_order": False, "shape": shape}
-                    np.lib.format.write_array_header_1_0(files[name], head)
-                files[name].write(array.data)
-        for file in files.values():
-            file.flush()
-            os.fsync(file.fileno())
-
-
-def _read(folder: Path) -> FeatureSet:
-    arrays = (np.load(folder / f"{name}.npy", mmap_mode="c") for name in FeatureSet.__annotations__)
-    return FeatureSet(*map(torch.from_numpy, arrays))
+def _read(path: Path) -> FeatureSet:
+    # Mapped, not read: most images are never among the neighbours.
+    return FeatureSet(*torch.load(path, mmap=True, weights_only=True))

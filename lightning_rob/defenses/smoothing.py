@@ -62,10 +62,6 @@ class Smoothing(Defense):
         sigma: standard deviation of the noise in pixel units.
         draws: copies of each image in a prediction; attacks and training may draw others.
         rejects: class by which a network rejects an image; a defense has its own.
-
-    Raises:
-        ValueError: a base that rejects by rows of zeros.
-        TypeError: a base that adapts to the test batch, or that is smoothed itself.
     """
 
     resamples = True

@@ -10,9 +10,15 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_rob.defenses.base import Defense, Single
-from lightning_rob.defenses.transductive import Augment, Retraining, SourceData, shuffled
+from lightning_rob.defenses.transductive import (
+    Augment,
+    Retraining,
+    SourceData,
+    progress_bar,
+    shuffled,
+)
 from lightning_rob.objectives import check_labels, cross_entropy
-from lightning_rob.randomness import Generator, Streams
+from lightning_rob.randomness import Generator
 from lightning_rob.rules import Rule, mean_probs
 
 # to a Tensor; jsonargparse takes Tensor to mean a factory
@@ -52,7 +58,8 @@ class TADV(Retraining):
         rule: Rule = mean_probs,
     ) -> None:
         super().__init__(net, source, epochs, batch_size, optimizer, lr_scheduler, augment, rule)
-        check_fraction(fraction)
+        if not 0 < fraction <= 1:
+            raise ValueError(f"fraction must be in (0, 1], got {fraction}")
         self.attack = attack
         self.fraction = fraction
 
@@ -66,18 +73,12 @@ class TADV(Retraining):
             )
         count, length = len(self.source), math.ceil(len(self.source) / self.batch_size)
         orders = (shuffled(count, self.batch_size, generator) for _ in range(self.epochs))
-        steps = self.progress(chain.from_iterable(orders), "Retraining", self.epochs * length)
+        steps = progress_bar(chain.from_iterable(orders), "Retraining", self.epochs * length)
         for step, index in enumerate(steps, start=1):
             images, labels = self.source.gather(index, self.augment)
             batch = images.to(x), labels.to(x.device)
             loss = half_adversarial(Single(net), *batch, self.attack, self.fraction, generator)
             yield loss, step % length == 0
-
-
-def check_fraction(fraction: float) -> None:
-    """Raise ValueError for a fraction of attacked images outside (0, 1]."""
-    if not 0 < fraction <= 1:
-        raise ValueError(f"fraction must be in (0, 1], got {fraction}")
 
 
 def half_adversarial(
@@ -91,8 +92,6 @@ def half_adversarial(
     """Compute (1 - fraction) * CE of the first images + fraction * CE of the others, attacked."""
     # Half of an odd number is rounded up for the attack.
     clean = math.ceil((1 - fraction) * len(x) - 0.5)
-    if isinstance(generator, Streams):
-        generator = generator[torch.arange(clean, len(x), device=x.device)]
     x_adv = attack(defense, x[clean:], y[clean:], generator)
     # One forward, as released: both parts share the statistics of BatchNorm.
     logits = defense.logits(torch.cat([x[:clean], x_adv]))[0]

@@ -2,7 +2,7 @@
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self, TypeVar
 
@@ -22,7 +22,6 @@ T = TypeVar("T")
 SourceData = tuple[Tensor, Tensor] | Dataset[Any]
 Augment = Callable[[Tensor], Any]
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-Progress = Callable[[Iterable[Any], str, int | None], Iterable[Any]]
 
 
 class Source:
@@ -89,9 +88,6 @@ class Transductive(Defense):
         net: [B, C, H, W] -> [B, K] logits, the static model.
         source: labelled images to learn from, (x, y) or a data set; an evaluation from the command
             line passes the training images of the run.
-
-    Attributes:
-        progress: (steps, name, total) -> the same steps; shows how far an adaptation is.
     """
 
     needs_source = True  # whether `adapt` needs labelled images
@@ -104,7 +100,6 @@ class Transductive(Defense):
         self.net = net
         self.adapted: nn.Module | None = None
         self.source_data = None if source is None else Source(source)
-        self.progress: Progress = progress_bar
 
     @property
     def source(self) -> Source:
@@ -204,31 +199,6 @@ def give_source(defense: nn.Module, labelled: Callable[[], SourceData | None]) -
                     "evaluate it with one of the data modules of lightning_rob.data"
                 )
             part.source_data = Source(data)
-
-
-@contextmanager
-def reporting_adaptation(
-    defense: nn.Module, report: Callable[[str], None] | None
-) -> Iterator[None]:
-    """Report the steps of adaptations as texts such as "DANN 3/100"; None keeps the bars."""
-
-    def reported(steps: Iterable[T], name: str, total: int | None = None) -> Iterator[T]:
-        assert report is not None
-        if total is None and isinstance(steps, Sized):
-            total = len(steps)
-        for number, step in enumerate(steps, start=1):
-            report(f"{name} {number}/{total}" if total else f"{name} {number}")
-            yield step
-
-    parts = [part for part in defense.modules() if isinstance(part, Transductive)]
-    before = [part.progress for part in parts]
-    try:
-        for part in parts if report else ():
-            part.progress = reported
-        yield
-    finally:
-        for part, progress in zip(parts, before, strict=True):
-            part.progress = progress
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from lightning_rob.defenses.transductive import SourceData, Transductive, shuffled
+from lightning_rob.defenses.transductive import SourceData, Transductive, progress_bar, shuffled
 from lightning_rob.nets import SmallCNN
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import Rule, mean_probs
@@ -88,7 +88,7 @@ class URejectron(Transductive):
         # Drawn anew by each `adapt`, from the defender's private randomness.
         chosen = torch.randperm(len(source), generator=generator)[: self.source_size]
         optimizer = self.optimizer(net.train().parameters())
-        for _ in self.progress(range(self.epochs), "URejectron", self.epochs):
+        for _ in progress_bar(range(self.epochs), "URejectron"):
             for rows in shuffled(len(chosen) + len(x), self.batch_size, generator):
                 is_test = rows >= len(chosen)  # the chosen training images come first, then x
                 images = [x[(rows[is_test] - len(chosen)).to(x.device)]]

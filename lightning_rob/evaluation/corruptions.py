@@ -22,9 +22,6 @@ def common_corruptions(
 
     Args:
         attacks: name -> attack on the corrupted images too: "fog_3_pgd".
-
-    Raises:
-        ValueError: a severity is none of 1 to 5, or a name or a severity is given twice.
     """
     for given in (names, severities):
         if len(set(given)) != len(given):
@@ -47,9 +44,6 @@ def corruption_errors(
     """Return the error at each severity of each corruption, for `metrics.corruption_error`.
 
     The result is that of an evaluation under `common_corruptions(names, severities)`.
-
-    Raises:
-        KeyError: the evaluation left out a corruption.
     """
     return {n: [1 - result.accuracy(f"{n}_{s}") for s in severities] for n in names}
 

@@ -107,10 +107,6 @@ def evaluate(
     Returns:
         The scores, image by image, with accuracies, intervals and comparisons, and `findings`: what
         makes an accuracy suspicious. Each that is severe or a warning is a `FindingWarning` too.
-
-    Raises:
-        ValueError: no attacks, another word, a word without `eps` or attacks with one, a count
-            below 1, or images of equal index.
     """
     defense = as_defense(model, preprocess)
     if isinstance(attacks, str) != (eps is not None):
@@ -216,6 +212,7 @@ def indexed_groups(
             raise ValueError(f"order {protocol.order!r} needs a DataLoader that knows its images")
         yield from regrouped(counted(batches, unpack), size)
         return
+    # Images are fetched by position: the loader's order and batch size change no score.
     chosen = choose(len(served), settings.max_images, settings.seed)
     positions = torch.tensor(served, dtype=torch.int64)[chosen]
     if protocol is not None:

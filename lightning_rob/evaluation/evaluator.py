@@ -396,11 +396,7 @@ class Evaluator:
         return session
 
     def result(self) -> EvaluationResult:
-        """Return the scores of all images; every process has to call it.
-
-        Raises:
-            ValueError: images of equal index.
-        """
+        """Return the scores of all images; every process has to call it."""
         rows, noted = self.store.rows(), list(self.findings)
         if self.recovered:
             why = "are zero at the bounds" if self.inside else "were not finite on some images"

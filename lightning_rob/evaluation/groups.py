@@ -124,16 +124,12 @@ def served_positions(loader: Any, world_size: int = 1) -> list[int] | None:
 
 def is_repeated(loader: Any, number: int) -> bool:
     """Return whether a process's batch of this number was served before."""
+    # Lightning's sampler repeats stored batches so that all processes have equally many.
     sampler = getattr(loader, "sampler", None)
-    # It repeats stored batches so that all processes have equally many; `CombinedLoader` begins
-    # again with a short loader.
-    if isinstance(sampler, DistributedSampler) and loader.batch_sampler is None:
-        stored: Any = sampler.dataset
-        return bool(number * sampler.num_replicas + sampler.rank >= len(stored))
-    try:
-        return number >= len(loader)
-    except TypeError:  # it has no length
+    if not isinstance(sampler, DistributedSampler) or loader.batch_sampler is not None:
         return False
+    stored: Any = sampler.dataset
+    return bool(number * sampler.num_replicas + sampler.rank >= len(stored))
 
 
 def fetch(loader: Any, positions: Tensor | Sequence[int]) -> Any:

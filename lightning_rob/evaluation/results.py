@@ -251,9 +251,6 @@ class EvaluationResult:
         attacker is ignorant of it. The attacker sees the copies, and the member of a randomized
         ensemble, that will predict, and takes the best of PGD on them and of all attacks within
         its threat, the first attack's.
-
-        Raises:
-            ValueError: it was not measured, or the defense predicts without noise.
         """
         scores = self.rows.known_noise
         if scores is None:

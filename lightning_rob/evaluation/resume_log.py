@@ -1,7 +1,6 @@
 """A log of finished batches, attack by attack, from which an interrupted evaluation resumes."""
 
 import json
-import math
 import os
 import platform
 import shutil
@@ -16,7 +15,6 @@ from torch import Tensor
 
 Key = tuple[int, int, int, int]  # index, checksum and label of an image, checksum of its round
 Row = tuple[list[float], int, float, list[float], float]  # the fields of an outcome, of one image
-ROUNDING = 1e-4  # by which a sum of probabilities may exceed 1
 
 
 class BatchOutcome(NamedTuple):
@@ -43,10 +41,8 @@ class ResumeLog:
     Each process appends a line of JSON per batch and attack to a file of its own.
     """
 
-    def __init__(
-        self, folder: Path | None, names: Sequence[str], inferences: int, joint: bool = False
-    ) -> None:
-        self.names, self.inferences, self.joint = tuple(names), inferences, joint
+    def __init__(self, folder: Path | None, names: Sequence[str], joint: bool = False) -> None:
+        self.names, self.joint = tuple(names), joint
         self.path = folder and folder / f"{platform.node()}-{os.getpid()}.jsonl"
         self.known: dict[tuple[str, Key], Row] = {}
         self.seconds = dict.fromkeys(self.names, 0.0)  # by name, on the known images
@@ -54,8 +50,7 @@ class ResumeLog:
         self.read = [path for path in found if path.is_file()]
         for path in self.read:
             for line in path.read_text(errors="replace").splitlines():
-                # A kill may have broken off the last line.
-                with suppress(ValueError, KeyError, TypeError, OverflowError):  # broken, foreign
+                with suppress(ValueError, KeyError):  # a kill may have broken off the last one
                     self._keep(json.loads(line))
 
     def load(self, x: Tensor, y: Tensor, index: Tensor) -> dict[str, BatchOutcome]:
@@ -95,23 +90,11 @@ class ResumeLog:
                 shutil.rmtree(self.path.parent, ignore_errors=True)
 
     def _keep(self, line: dict[str, Any]) -> None:
-        name, seconds = line["name"], float(line["seconds"])
-        outcomes = zip(*(line[field] for field in BatchOutcome._fields), strict=True)
-        rows: dict[Key, Row] = {
-            (int(a), int(b), int(c), int(d)): row
-            for (a, b, c, d), row in zip(line["keys"], outcomes, strict=True)
-        }
-        for scores, prediction, size, rejected, blind in rows.values():
-            # R scores that are probabilities, a class and a finite size
-            probable = all(-ROUNDING <= score <= 1 + ROUNDING for score in (*scores, *rejected))
-            classified = isinstance(prediction, int) and -1 <= prediction < 2**31
-            complete = len(scores) == len(rejected) == self.inferences
-            known = 0 <= size < math.inf and blind in (-1, 0, 1)
-            if not (probable and classified and complete and known):
-                return
-        if name in self.names:
-            self.known |= {(name, key): row for key, row in rows.items()}
-            self.seconds[name] += seconds
+        if (name := line["name"]) in self.names:
+            outcomes = zip(*(line[field] for field in BatchOutcome._fields), strict=True)
+            for (a, b, c, d), row in zip(line["keys"], outcomes, strict=True):
+                self.known[name, (a, b, c, d)] = row
+            self.seconds[name] += float(line["seconds"])
 
     def _keys(self, x: Tensor, y: Tensor, index: Tensor) -> list[Key]:
         # A result is reused for the same image only, pixel by pixel, with the same label.

@@ -61,14 +61,9 @@ def optimal_sampling(
         steps: the largest number of attacks on each image.
         tolerance: of the accuracy; the search ends when no probabilities can keep more than this
             above the best so far.
-
-    Raises:
-        ValueError: no step, a negative tolerance, no image, or an ensemble that does not predict by
-            one drawn member.
     """
     at_least(1, steps=steps)
-    if not tolerance >= 0:
-        raise ValueError(f"tolerance must not be negative, got {tolerance}")
+    at_least(0, tolerance=tolerance)
     if not isinstance(ensemble, Ensemble) or ensemble.rule is not random_member:
         raise ValueError("optimal_sampling is for an Ensemble of which one drawn member predicts")
     settings = EvaluationSettings(seed=seed, max_images=max_images)

@@ -79,9 +79,6 @@ def default_attacks(defense: Defense, threat: Threat) -> dict[str, Attack]:
 
     Adaptive PGD of 20 steps: on the expected loss, on the loss of the mean logits, and with five
     restarts. For randomized ensembles ARC as in the paper, and the climb, which is the strongest.
-
-    Raises:
-        ValueError: the defense adapts: no attack is usual for all of those.
     """
     if defense.transductive:
         raise ValueError(
@@ -203,6 +200,7 @@ def _adaptive_attacks(defense: Defense, kind: SuiteKind, pgd: PGD) -> dict[str, 
         step_size = step_across(threat.eps, 2 * steps, 10)
         return {"linear_aggmo": replace(best, steps=2 * steps, step_size=step_size)}
     if kind == "transformed":
+        # PAA adds up the perturbations of many rounds: each one is small, whatever the threat.
         inner = PGD(Threat("linf", 0.05, threat.bounds), steps, 0.01)
         return {
             "adaptive_pgd": _on_differentiable(defense, replace(pgd, steps=5 * steps, restarts=2)),

@@ -36,10 +36,6 @@ def corruption_error(
     Returns:
         The mean over corruptions and severities: a share of all images or, with a reference, of
         the reference's error; 1 is as good as the reference.
-
-    Raises:
-        ValueError: no errors; or, with a reference, other corruptions or other than five
-            severities, or a reference without errors.
     """
     if not errors or not all(map(len, errors.values())):
         raise ValueError(f"there must be errors of each corruption, got {dict(errors)}")

@@ -108,9 +108,6 @@ def paired(first: Tensor, second: Tensor) -> Paired:
 
     The test is `gaffke.p_at_most` of the differences, on both sides: it holds for any scores in
     [0, 1], however few or skewed. Where all scores are 0 or 1 it is McNemar's exact test.
-
-    Raises:
-        ValueError: different numbers of scores, or a score is NaN.
     """
     gaps = _gaps(first, second)
     difference = float(gaps.mean()) if len(gaps) else 0.0

@@ -1,8 +1,10 @@
 """Training of transformation ensembles: each member sees images changed by its transformation."""
 
+import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_rob.attacks import evaluating
-from lightning_rob.data.base import ImageData
-from lightning_rob.data.transformed import CHUNK, TransformedImages
+from lightning_rob.data.base import ImageData, IndexedSubset, Sample
 from lightning_rob.defenses.network import network_logits
 from lightning_rob.defenses.transform_ensemble import TransformEnsemble, transformed
 from lightning_rob.evaluation.groups import unpacked
@@ -26,7 +27,10 @@ from lightning_rob.randomness import Streams
 from lightning_rob.rules import Rule, mean_probs
 from lightning_rob.runtime.errors import at_least
 from lightning_rob.runtime.files import atomic_save
+from lightning_rob.transforms import Transform
 from lightning_rob.transforms.pool import chosen
+
+CHUNK = 256  # images at a time, so that memory stays flat
 
 
 @dataclass
@@ -46,6 +50,39 @@ class TrainingState:
             state = net.state_dict()
             self.best_weights = {k: v.detach().cpu().clone() for k, v in state.items()}
             self.best_loss, self.epochs_since_best = loss, 0
+
+
+class TransformedImages:
+    """Images of a subset in memory, transformed on request."""
+
+    def __init__(self, part: IndexedSubset | Sequence[Sample]) -> None:
+        rows = [part[i] for i in range(len(part))]
+        self.x = torch.stack([x for x, *_ in rows])
+        self.y = torch.tensor([int(y) for _, y, _ in rows])
+        self.index = torch.tensor([index for *_, index in rows])
+        self._positions = torch.full((int(self.index.max()) + 1,), -1)
+        self._positions[self.index] = torch.arange(len(rows))
+
+    def positions(self, index: Tensor) -> Tensor:
+        """Return the positions [B] of the images with these indices [B]."""
+        return self._positions[index.cpu()]
+
+    def transformed(self, transform: Transform, name: str, seed: int) -> Tensor:
+        """Return all images [N, C, H, W] transformed; the randomness is keyed by image."""
+        chunks = []
+        for start in range(0, len(self.x), CHUNK):
+            x, index = self.x[start : start + CHUNK], self.index[start : start + CHUNK]
+            with torch.no_grad():
+                chunks.append(transformed(transform, name, x, Streams.from_index(index, seed)))
+        return torch.cat(chunks)
+
+    @cached_property
+    def digest(self) -> str:
+        """Hash of the images, their labels and indices."""
+        digest = hashlib.sha256(f"{self.x.dtype} {list(self.x.shape)}".encode())
+        for tensor in (self.x, self.y, self.index):
+            digest.update(tensor.numpy().tobytes())
+        return digest.hexdigest()[:16]
 
 
 class TransformTraining(RobustModule):

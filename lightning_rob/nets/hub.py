@@ -27,6 +27,7 @@ def hub_folder(name: str, files: Sequence[str]) -> Path:
         )
     except OSError as error:
         raise FileNotFoundError(f"{HUB}{name} cannot be fetched: {error}") from error
+    # The hub passes over patterns that no file fits.
     missing = [file for file in files if not (folder / file).is_file()]
     if missing:
         held = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.*"))

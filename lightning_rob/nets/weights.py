@@ -65,6 +65,7 @@ def load_weights(
     if nonfinite := [name for name, entry in state.items() if not entry.isfinite().all()]:
         named = f"{len(nonfinite)} weights are not finite ({_shortened(nonfinite)})"
         raise ValueError(f"{path}: {named}")
+    # All checks come before the first change: a network that is refused stays as it was.
     if normalizer is not None:
         _take_statistics(net, tensors, path, normalizer)
     part.load_state_dict(state)
@@ -86,9 +87,6 @@ def member_prefixes(
         prefix: place of the ensemble in the file, or a part of it; None searches.
         rename: as in `load_weights`.
         drop: as in `load_weights`.
-
-    Raises:
-        ValueError: the file is not a checkpoint, or holds no or several such ensembles.
     """
     tensors = dict(named_tensors(read_file(path)))
     places = []

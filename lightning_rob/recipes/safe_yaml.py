@@ -71,6 +71,7 @@ class Loader(Composer, CSafeLoader):  # type: ignore[misc]
                         key.start_mark, f"the key {name!r} is given twice: keep one of them"
                     )
                 keys.add(name)
+        # Lists of aliases of lists of aliases are small here, and fill the memory once written out.
         self.sizes[node] = 1 + sum(self.sizes[part] for part in parts)
         if self.sizes[node] > MAX_NODES:
             self._refuse(mark, f"more than {MAX_NODES:,} values, aliases written out")

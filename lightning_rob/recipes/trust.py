@@ -43,6 +43,7 @@ _granted: set[str] = set()
 @contextmanager
 def allow_imports(prefixes: Sequence[str]) -> Iterator[None]:
     """Allow prefixes of module names in this process and in those it starts."""
+    # In the environment, which the ranks of a run and the parts of a command inherit.
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = ",".join([before or "", *(p or "nothing at all" for p in prefixes)])
     try:

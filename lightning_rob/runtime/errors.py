@@ -35,10 +35,10 @@ class FindingWarning(UserWarning):
     """Something makes the accuracies of an evaluation suspicious."""
 
 
-def at_least(minimum: int, **numbers: int | None) -> None:
+def at_least(minimum: int, **numbers: float | None) -> None:
     """Raise a ValueError that names the first number below the minimum; None is allowed."""
     for name, number in numbers.items():
-        if number is not None and number < minimum:
+        if number is not None and not number >= minimum:  # NaN neither
             raise ValueError(f"{name} must be at least {minimum}, got {number}")
 
 

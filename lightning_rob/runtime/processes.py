@@ -3,7 +3,6 @@
 import ctypes
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -22,7 +21,6 @@ PARENT = "LIGHTNING_ROB_PARENT"
 SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 LOST = r"(?i)connection (closed|reset)|connection refused|timed out|timeout|broken pipe"
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-GRACE = 10.0  # seconds that Python has to handle a signal
 
 
 class SignalHandler:
@@ -40,12 +38,10 @@ class SignalHandler:
         self.received = 0
         self.reported = False
         self.closing = False
-        self.handled_at = 0.0
         self.defer: Callable[[], bool] = bool
 
     def __call__(self, signum: int, frame: Any) -> None:
         """Leave, or remember the signal until `leave`."""
-        self.handled_at = time.monotonic()
         again, self.received = self.received, signum
         if not self.closing and (again or not self.defer()):
             self.leave()
@@ -65,23 +61,6 @@ class SignalHandler:
             for signum in SIGNALS:
                 signal.signal(signum, self)
 
-    def watch(self, pipe: int) -> None:
-        """Exit the process if Python does not handle a signal in time; runs in a thread."""
-        # Python handles a signal between two bytecodes only: a process may be stuck inside a call,
-        # such as a collective whose other side hangs.
-        waiting, since = 0, 0.0
-        while True:
-            ready, _, _ = select.select([pipe], [], [], 0.5 if waiting else None)
-            # The wake-up pipe gets the number of each signal; 0 ends the thread.
-            if ready and (waiting := os.read(pipe, 1)[0]) == 0:
-                return os.close(pipe)
-            since = time.monotonic() if ready else since
-            if self.handled_at > since - 1 or signal.getsignal(waiting) is not self:
-                waiting = 0
-            elif time.monotonic() > since + GRACE:
-                print("lightning-rob: stopped in the midst of a call", file=sys.stderr, flush=True)
-                os._exit(128 + waiting)
-
 
 stop = SignalHandler()
 
@@ -95,18 +74,11 @@ def handle_signals() -> Iterator[None]:
     _register_fork_reset()
     stop.reset()
     handlers = {signum: signal.getsignal(signum) for signum in SIGNALS}
-    read_end, write_end = os.pipe()
-    os.set_blocking(write_end, False)
     stop.install()
-    threading.Thread(target=stop.watch, args=(read_end,), daemon=True).start()
-    previous = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     try:
         yield
     finally:
         stop.closing = True  # else one of several signals could leave before all is restored
-        signal.set_wakeup_fd(previous)
-        os.write(write_end, b"\0")
-        os.close(write_end)
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
     stop.leave()
@@ -116,7 +88,6 @@ def handle_signals() -> Iterator[None]:
 def _register_fork_reset() -> None:
     def restore_default_handlers() -> None:
         if signal.getsignal(signal.SIGTERM) is stop:
-            signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -18,12 +18,13 @@ _children: set[subprocess.Popen[str]] = set()
 _ending = threading.Event()
 
 
-def spread(args: Sequence[str], workers: int, ray: bool = False) -> None:
-    """Run a command line as `workers` processes with --part=i/n, and wait for them.
+def spread(args: Sequence[str], workers: int, ray: bool = False) -> list[str]:
+    """Run a command line as `workers` processes with --part=i/n; return why each failed, or "".
 
     The records of a part stay, whatever becomes of its process: the command itself, run
     afterwards, reads all of them and does the rest.
     """
+    # As many threads as cores in each process would wait for one another.
     cores = max((os.cpu_count() or 1) // workers, 1)
     gpus = len([*Path("/dev").glob("nvidia[0-9]*")])
     parts = []
@@ -40,6 +41,7 @@ def spread(args: Sequence[str], workers: int, ray: bool = False) -> None:
     for number, problem in enumerate(problems, 1):
         if problem:
             print(visible(f"part {number}/{workers}: {problem}"), file=sys.stderr, flush=True)
+    return problems
 
 
 def run_part(args: Sequence[str], own: dict[str, str], folder: str) -> str:
@@ -47,6 +49,7 @@ def run_part(args: Sequence[str], own: dict[str, str], folder: str) -> str:
     line = [sys.executable, "-m", "lightning_rob", *args]
     for _ in range(TRIES):
         pipe = subprocess.PIPE
+        # Of the number of threads and the GPU, the choice of the user counts.
         code, errors = run_child(
             line, env=own | os.environ, cwd=folder, stdout=subprocess.DEVNULL, stderr=pipe
         )
@@ -80,6 +83,7 @@ def ending_children() -> Iterator[None]:
     def leave(signum: int, frame: Any) -> None:
         raise SystemExit(128 + signum)
 
+    # Python lets the main thread alone set handlers; a notebook may call from another one.
     here = threading.current_thread() is threading.main_thread()
     signals = (signal.SIGTERM, signal.SIGINT) if here else ()
     handlers = {signum: signal.signal(signum, leave) for signum in signals}

@@ -6,33 +6,43 @@ from typing import Any
 from torch import nn
 
 from lightning_rob.runtime.errors import nearest
-from lightning_rob.transforms.base import Transform
-from lightning_rob.transforms.blur import Bilateral, BoxBlur, GaussianBlur, MedianBlur, MotionBlur
-from lightning_rob.transforms.color import (
-    HSV,
-    LAB,
-    XYZ,
-    YUV,
-    Gray,
-    GrayMix,
-    GrayOneChannel,
-    GrayTwoChannels,
-)
-from lightning_rob.transforms.compress import FFT, JPEG, ColorPrecision
-from lightning_rob.transforms.edge import Laplacian, Sobel
-from lightning_rob.transforms.from_kornia import FromKornia
-from lightning_rob.transforms.geometric import Affine, Crop, HorizontalFlip, Swirl, VerticalFlip
-from lightning_rob.transforms.noise import (
-    Erase,
-    GaussianNoise,
-    Pepper,
-    PoissonNoise,
-    Salt,
-    SpeckleNoise,
-    UniformNoise,
-)
+from lightning_rob.transforms.base import Transform as Transform
+from lightning_rob.transforms.blur import Bilateral as Bilateral
+from lightning_rob.transforms.blur import BoxBlur as BoxBlur
+from lightning_rob.transforms.blur import GaussianBlur as GaussianBlur
+from lightning_rob.transforms.blur import MedianBlur as MedianBlur
+from lightning_rob.transforms.blur import MotionBlur as MotionBlur
+from lightning_rob.transforms.color import HSV as HSV
+from lightning_rob.transforms.color import LAB as LAB
+from lightning_rob.transforms.color import XYZ as XYZ
+from lightning_rob.transforms.color import YUV as YUV
+from lightning_rob.transforms.color import Gray as Gray
+from lightning_rob.transforms.color import GrayMix as GrayMix
+from lightning_rob.transforms.color import GrayOneChannel as GrayOneChannel
+from lightning_rob.transforms.color import GrayTwoChannels as GrayTwoChannels
+from lightning_rob.transforms.compress import FFT as FFT
+from lightning_rob.transforms.compress import JPEG as JPEG
+from lightning_rob.transforms.compress import ColorPrecision as ColorPrecision
+from lightning_rob.transforms.edge import Laplacian as Laplacian
+from lightning_rob.transforms.edge import Sobel as Sobel
+from lightning_rob.transforms.from_kornia import FromKornia as FromKornia
+from lightning_rob.transforms.geometric import Affine as Affine
+from lightning_rob.transforms.geometric import Crop as Crop
+from lightning_rob.transforms.geometric import HorizontalFlip as HorizontalFlip
+from lightning_rob.transforms.geometric import Swirl as Swirl
+from lightning_rob.transforms.geometric import VerticalFlip as VerticalFlip
+from lightning_rob.transforms.noise import Erase as Erase
+from lightning_rob.transforms.noise import GaussianNoise as GaussianNoise
+from lightning_rob.transforms.noise import Pepper as Pepper
+from lightning_rob.transforms.noise import PoissonNoise as PoissonNoise
+from lightning_rob.transforms.noise import Salt as Salt
+from lightning_rob.transforms.noise import SpeckleNoise as SpeckleNoise
+from lightning_rob.transforms.noise import UniformNoise as UniformNoise
 from lightning_rob.transforms.nondifferentiable import ALL as NONDIFFERENTIABLE
-from lightning_rob.transforms.stylize import ColorJitter, Gamma, Sharpen, Solarize
+from lightning_rob.transforms.stylize import ColorJitter as ColorJitter
+from lightning_rob.transforms.stylize import Gamma as Gamma
+from lightning_rob.transforms.stylize import Sharpen as Sharpen
+from lightning_rob.transforms.stylize import Solarize as Solarize
 
 GROUPS: dict[str, tuple[type[Transform], ...]] = {
     "noise": (GaussianNoise, UniformNoise, SpeckleNoise, PoissonNoise, Salt, Pepper, Erase),
@@ -81,45 +91,3 @@ def _build(name: str, options: Mapping[str, Any]) -> Transform:
     if odd := set(options or {}) - set(known):
         raise ValueError(f"{name} has no argument {', '.join(odd)}: it takes {', '.join(known)}")
     return kinds[name](**options or {})
-
-
-__all__ = [
-    "FFT",
-    "HSV",
-    "JPEG",
-    "LAB",
-    "XYZ",
-    "YUV",
-    "Affine",
-    "Bilateral",
-    "BoxBlur",
-    "ColorJitter",
-    "ColorPrecision",
-    "Crop",
-    "Erase",
-    "FromKornia",
-    "Gamma",
-    "GaussianBlur",
-    "GaussianNoise",
-    "Gray",
-    "GrayMix",
-    "GrayOneChannel",
-    "GrayTwoChannels",
-    "HorizontalFlip",
-    "Laplacian",
-    "MedianBlur",
-    "MotionBlur",
-    "Pepper",
-    "PoissonNoise",
-    "Salt",
-    "Sharpen",
-    "Sobel",
-    "Solarize",
-    "SpeckleNoise",
-    "Swirl",
-    "Transform",
-    "UniformNoise",
-    "VerticalFlip",
-    "catalogue",
-    "named",
-]

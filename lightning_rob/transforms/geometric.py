@@ -145,6 +145,7 @@ class Swirl(AlphaTransform):
         left, top = center[:, :, None, None].unbind(1)
         down = torch.arange(rows, device=x.device, dtype=x.dtype)[:, None] - top
         right = torch.arange(columns, device=x.device, dtype=x.dtype) - left
+        # As in scikit-image: less than a thousandth of the rotation is left at `radius`.
         reach = (radius * (math.log(2) / 5)).clamp_min(EPS)[:, None, None]
         angle = strength[:, None, None] * torch.exp(-torch.hypot(right, down) / reach)
         column = left + right * angle.cos() - down * angle.sin()

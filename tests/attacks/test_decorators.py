@@ -230,7 +230,6 @@ CANNOT = r"accelerated twice|leave out early_stop or (auto|tf32)"
         (lambda: Chunked(PLAIN, images=0), "images must be at least 1, got 0"),
         (lambda: Accelerated(PLAIN), "nothing to accelerate"),
         (lambda: Accelerated(PLAIN, autocast="float8"), "autocast must be of"),
-        (lambda: Accelerated(PLAIN, compile="fast"), "compile must be true, false or .* 'fast'"),
         (lambda: Accelerated(EARLY, autocast="bfloat16"), CANNOT),
         (lambda: Accelerated(EARLY, tf32=True), CANNOT),
         (lambda: Accelerated(Accelerated(PLAIN, autocast="float16"), tf32=True), CANNOT),

@@ -426,7 +426,7 @@ def test_every_candidate_and_round_has_noise_of_its_own():
     ("options", "message"),
     [
         ({"aggregate": "SumP"}, r"aggregate must be of \['MaxP'.*got 'SumP'"),
-        ({"max_dissimilarity": -1}, "max_dissimilarity must not be negative, got -1"),
+        ({"max_dissimilarity": -1}, "max_dissimilarity must be at least 0, got -1"),
         ({"mean_bound": -0.1}, "mean_bound .* got -0.1 and 0.3"),
         ({"mean_bound": 0.3}, "mean_bound .* got 0.3 and 0.3"),
         (

@@ -164,6 +164,24 @@ def test_a_stand_in_serves_networks_of_any_precision(dtype):
     assert found.dtype == dtype and not torch.equal(found, x.to(dtype))
 
 
+def waved(x):
+    """Waves of short length: slopes say nothing of the next wave."""
+    return x + 0.1 * torch.sin(997 * x)
+
+
+WAVES = {"waves": {"before": waved}}
+
+
+def test_a_search_without_slopes_goes_on_where_they_mislead():
+    x, y = images(IMAGES, seed=4)
+    net = Behind(trained_net(1), before=waved)
+    found = Auto(THREAT, PASSES).find(Single(net), x, y, seeded())
+    *_, winner, last = found.trail
+    assert last.words == "from there: Square" and winner.words.startswith("winner")
+    assert last.left < winner.left - 0.15
+    assert (THREAT.distance(found.x_adv, x) <= 1 + 1e-5).all()
+
+
 class Noisy(nn.Module):
     """Noise from torch's stream."""
 
@@ -175,13 +193,12 @@ class Noisy(nn.Module):
         return self.net(x + 0.2 * torch.randn_like(x))
 
 
-@pytest.mark.parametrize("name", ["softmax", "rounding", "noise", "nothing"])
+@pytest.mark.parametrize("name", ["softmax", "rounding", "waves", "noise", "nothing"])
 @pytest.mark.parametrize("noise", [lambda x: seeded(3), streams], ids=["seeded", "streams"])
 def test_the_recipe_runs_alone_with_the_same_result(name, noise, tmp_path):
     x, y = images(IMAGES, seed=5)
-    net = (
-        Noisy(trained_net(1)) if name == "noise" else Behind(trained_net(1), **FAULTS.get(name, {}))
-    )
+    hidden = (FAULTS | WAVES).get(name, {})
+    net = Noisy(trained_net(1)) if name == "noise" else Behind(trained_net(1), **hidden)
     defense, auto = Single(net), Auto(THREAT, PASSES)
     result = auto.find(defense, x, y, noise(x))
     assert torch.equal(result.x_adv, auto(defense, x, y, noise(x)))
@@ -209,6 +226,8 @@ def test_passes_are_counted(name):
     used = counting.images() + sum(counting.backwards)
     assert 0.6 * 700 * 4 <= used <= 700 * 4
     assert sum(trial.passes for trial in result.trail) <= 700
+    mislead = any(finding.startswith("slopes that say little") for finding in result.findings)
+    assert mislead == (result.trail[-1].words == "from there: Square")
 
 
 def test_a_search_that_finds_nothing_costs_little():

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lightning_rob.attacks import PGD, Square
+from lightning_rob.attacks.budget import PassCount
 from lightning_rob.attacks.square import SCHEDULE, pyramids
 from lightning_rob.defenses import Single
 from lightning_rob.randomness import Streams
@@ -95,6 +96,25 @@ def test_a_change_that_is_none_costs_no_pass():
     net, (x, y) = Counting(trained_net(1)).eval(), images(30, seed=3)
     Square(Threat("linf", 1e-4), 800)(Single(net), x, y, seeded())
     assert 0.4 < sum(net.evaluated[-250:]) / (30 * 250) < 0.6
+
+
+@every_norm
+def test_a_start_is_an_attack_whose_images_it_goes_on_from(threat):
+    """It is never weaker, keeps what fools, and its passes are those of both."""
+    x, y = images(40, seed=4)
+    net = Counting(trained_net(1)).eval()
+    defense, first = Single(net), PGD(threat, 3, threat.eps / 4)
+    before = first(defense, x, y, seeded())
+    net.clear()
+    attack = Square(threat, 50, p=0.2, start=first)
+    after = attack(defense, x, y, seeded())
+    assert net.images() + sum(net.backwards) <= attack.cost(PassCount(defense, x, 4)) * 40
+    assert_inside(threat, after, x)
+    fooled = right(defense, before, y) == 0
+    assert fooled.any() and torch.equal(after[fooled], before[fooled])
+    assert right(defense, after, y).sum() < right(defense, before, y).sum()
+    with pytest.raises(ValueError, match="start must be an attack within linf"):
+        Square(Threat("linf", 0.01), start=PGD(Threat("linf", 0.02), 1, 0.02))
 
 
 @pytest.mark.slow

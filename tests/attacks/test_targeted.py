@@ -162,7 +162,7 @@ def test_high_confidence_keeps_the_most_confident_of_its_runs(least):
     ("options", "message"),
     [
         ({"untargeted": 0, "targeted": 0}, "there would be no run"),
-        ({"untargeted": -1}, "must not be negative"),
+        ({"untargeted": -1}, "untargeted must be at least 0"),
         ({"attack": replace(KEEPS_BEST, objective=ce_of_mean_probs)}, "a mean or a least over"),
     ],
 )

@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightning_rob.attacks import PGD
 from lightning_rob.callbacks import RobustEval
-from lightning_rob.callbacks.image_grid import image_grid
+from lightning_rob.callbacks.loggers import image_grid
 from lightning_rob.defenses import Defense, first_member
 from lightning_rob.metrics import student
 from lightning_rob.modules import AdversarialTraining

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 
-import numpy as np
 import torch
 import yaml
 
@@ -81,22 +80,6 @@ def beside(text: str) -> Make:
     ]
 
 
-def array() -> bytes:
-    file = io.BytesIO()
-    np.save(file, np.array([Exec()], dtype=object), allow_pickle=True)
-    return file.getvalue()
-
-
-def images(content: Callable[[], bytes], name: str) -> Make:
-    def make(folder: Path) -> list[object]:
-        options = {"source": {"class_path": "tests.tiny.Blobs"}, "images": name}
-        put(folder, name, content())
-        data = {"class_path": "lightning_rob.data.SourceTargetData", "init_args": options}
-        return ["fit", "--config", recipe(folder, data=data)]
-
-    return make
-
-
 def object_of(path: str, **options: object) -> dict[str, object]:
     return {"class_path": path, "init_args": options}
 
@@ -143,8 +126,6 @@ FILES: dict[str, Make] = {
         "allow_import: stranger\nmodel: {class_path: stranger.Net}\n"
     ),
     "weights_only": with_evil(beside("weights_only: false\nckpt_path: evil.ckpt\n")),
-    "images with code": images(lambda: bytes_of({"x": Exec()}), "x.pt"),
-    "array with code": images(array, "x.npy"),
     "search space": lambda f: [
         *("tune", "--config", recipe(f), "--space"),
         put(f, "s.yaml", f"variables: !!python/object/apply:exec [{TOUCH!r}]\n"),

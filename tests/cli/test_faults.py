@@ -61,22 +61,6 @@ def test_sigterm_within_a_long_attack(whole, tmp_path):
     assert time.time() - began < 30
 
 
-def test_a_signal_to_a_process_that_is_stuck_in_a_call():
-    stuck = """
-import ctypes, lightning_rob.runtime.processes as processes
-processes.GRACE = 0.5
-with processes.handle_signals():
-    lock, system = ctypes.create_string_buffer(64), ctypes.CDLL(None)
-    system.pthread_mutex_lock(lock)
-    print("stuck", flush=True)
-    system.pthread_mutex_lock(lock)
-"""
-    with python(stuck) as process:
-        assert process.stdout.readline() == "stuck\n"
-        process.terminate()
-        assert process.wait(30) == 143
-
-
 def test_a_process_dies_with_the_one_that_started_it():
     child = """
 import os, time

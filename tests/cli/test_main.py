@@ -21,8 +21,6 @@ from tests.tiny import (
     weights,
 )
 
-TINY = "tests.tiny.TinyNet"
-
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
@@ -118,7 +116,7 @@ def test_the_saved_configuration_runs_again(trained, tmp_path, monkeypatch, caps
         read_command_line(*command)
 
 
-SAID = r"^(No weights|Radius): .*"  # before a test
+SAID = r"^(No checkpoint is given|Radius): .*"  # before a test
 
 
 def said(capsys, *args) -> list[str]:
@@ -142,12 +140,9 @@ def test_a_test_reports_another_radius_than_that_of_the_training(
     assert not list(tmp_path.iterdir())  # a run without a logger writes no configuration
 
 
-def test_a_test_of_an_untrained_network_says_so(trained, tmp_path, capsys):
+def test_a_test_without_a_checkpoint_says_so(tmp_path, capsys):
     (line,) = said(capsys, "--config", recipe(tmp_path))
-    assert line.startswith("No weights: ")
-    model = {"class_path": "PretrainedEnsemble", "init_args": {"nets": {"class_path": TINY}}}
-    model["init_args"]["checkpoints"] = str(trained / CKPT)
-    assert said(capsys, "--config", recipe(tmp_path, model=model)) == []
+    assert line.startswith("No checkpoint is given: ")
 
 
 def test_predict_writes_class_probabilities(trained, tmp_path, monkeypatch):

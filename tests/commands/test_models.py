@@ -90,7 +90,7 @@ BAD = {
     "once is of the process: --once": "a: {run: ., once: true}",
     "say first which run": "a: {drop: 0.1}",
     "a and b have one history": "{a: {run: .}, b: {run: .}}",
-    "there is no option nosuch": "a: {run: ., nosuch: 1}",
+    "there is no option --nosuch": "a: {run: ., nosuch: 1}",
     "stop_at_alarm is of the process": "a: {run: ., stop_at_alarm: true}",
     "the tag !!binary asks for": "a: {run: !!binary aGk=}",
     "a value does not fit its tag": "a: {run: ., every: !!int x}",

@@ -24,7 +24,6 @@ from lightning_rob.commands.sweep.study import (
     changed,
 )
 from lightning_rob.defenses import Ensemble, first_member
-from lightning_rob.evaluation import optimal_sampling
 from lightning_rob.metrics import robust_accuracy
 from lightning_rob.runtime.identity import fingerprint
 from lightning_rob.threat import Threat
@@ -168,24 +167,6 @@ def test_figures_are_those_of_direct_calls(over, swept, loaded):
     shown = [line for line in printed.splitlines() if line.startswith("[")]
     assert len(shown) == len(values)
     assert len({accuracy for (name, _), accuracy in found.items() if name != "clean"}) > 2
-
-
-def test_optimal_probabilities_are_found_on_validation_images(trained, loaded, tmp_path, capsys):
-    built = RobustCLI(["--config", str(trained.parents[3] / "recipe.yaml")], run=False)
-    built.datamodule.setup("fit")
-    optimal = optimal_sampling(loaded[0], APGD, built.datamodule.val_dataloader())
-    assert optimal.accuracy > optimal.trail[0, -1]  # the given ones are not the best
-    records = sweep(trained, tmp_path, "probability", "0.6,optimal", "--best", "apgd")
-    printed = capsys.readouterr().out
-    probs = ", ".join(f"{p:.3g}" for p in optimal.probs)
-    assert f"under apgd, 32 validation images: {probs} keep {optimal.accuracy:.1%}" in printed
-    assert f"optimal: {probs}" in (tmp_path / "sweep.md").read_text()
-    with pytest.raises(SystemExit):
-        sweep(trained, tmp_path / "none", "probability", "optimal", "--best", "clean")
-    assert "optimal probabilities need --best of apgd, arc, got clean" in capsys.readouterr().err
-    best = Ensemble(loaded[0].classifiers, optimal.probs)
-    found = accuracies(records)["apgd", round(float(optimal.probs[0]), 6)]
-    assert found == pytest.approx(by_hand(APGD, best, *loaded[1:]).mean().item(), abs=1e-6)
 
 
 def test_what_a_value_does_not_change_runs_once(trained, tmp_path, monkeypatch):

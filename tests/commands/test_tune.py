@@ -22,7 +22,7 @@ from lightning_rob.commands.tune.study import (
     read_trials,
 )
 from tests.forked import Forked
-from tests.tiny import ROOT, arc, pgd, recipe, robust_eval, run
+from tests.tiny import ROOT, arc, pgd, recipe, robust_eval, run, shell
 
 LR = "model.init_args.optimizer.init_args.lr"
 WIDTH = "model.init_args.net.init_args.width"
@@ -133,6 +133,50 @@ def test_all_failing_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="all 4 trials failed, the last by RuntimeError: no luck"):
         made.run()
     assert len(made.record.ended) == 4
+
+
+def test_rounds_of_parts_are_the_same_search_and_a_part_that_died_is_a_failed_trial(tmp_path):
+    runs = []
+
+    def evaluate(number, point):
+        runs.append(number)
+        if number == 4:
+            raise SystemExit  # which ends a process
+        return hill(number, point)
+
+    def start():
+        problems = []
+        for place in (1, 2):
+            try:
+                study(tmp_path, evaluate, trials=9, random=5).run_part(place, 2)
+                problems.append("")
+            except SystemExit:
+                problems.append("died")
+        return problems
+
+    start()  # a round that was killed before its trials were recorded: they are not run again
+    made = study(tmp_path, trials=9, random=5)
+    made.run_rounds(2, start)
+    assert runs == [*range(9)]
+    assert [trial.error for trial in made.record.ended] == [None] * 4 + ["died"] + [None] * 4
+    alone = study(tmp_path / "alone", trials=9, random=5)
+    alone.run()
+    assert points(made)[:6] == points(alone)[:6]
+    assert len({tuple(point.items()) for point in points(made)}) == 9
+
+
+@pytest.mark.parametrize("kind", ["workers", pytest.param("ray", marks=pytest.mark.slow)])
+def test_the_command_in_rounds(kind, tmp_path):
+    if kind == "ray":
+        pytest.importorskip("ray")
+    done = shell("tune", *files(tmp_path), "--trials=3", f"--{kind}=2", "--allow-import=tests")
+    assert done.returncode == 0, done.stderr
+    assert "of 3; untuned: " in done.stdout
+    trials = [trial for _, trial in read_trials(tmp_path / "out/trials.jsonl")]
+    assert [(t.number, t.error) for t in trials] == [(0, None), (1, None), (2, None)]
+    again = shell("tune", *files(tmp_path), "--trials=3", "--allow-import=tests")
+    assert f"of 3; untuned: {trials[0].objective:.4g}" in again.stdout
+    assert len([*read_trials(tmp_path / "out/trials.jsonl")]) == 3
 
 
 def test_the_same_point_twice_counts_by_its_mean_and_pending_ones_as_average(tmp_path):
@@ -317,8 +361,7 @@ def test_invalid_spaces(change, message):
 def test_invalid_options():
     for options, message in (
         ({}, "say what to search"),
-        ({"space": Path("s"), "concurrent": 2}, "needs --ray"),
-        ({"space": Path("s"), "ray": True, "concurrent": 0}, "at least 1"),
+        ({"space": Path("s"), "part": "3/2"}, "--part is i/n"),
     ):
         with pytest.raises(ValueError, match=message):
             TuneConfig(**options)
@@ -391,12 +434,11 @@ def with_(**sections):
         (SPACE, ["--space=none.yaml"], "none.yaml cannot be read as a search space: "),
         (SPACE, ["--config={ckpt_path: last.ckpt}"], "leave out the ckpt_path last.ckpt"),
         (SPACE, ["--trainer.devices=2"], "a trial runs on one device, got 2"),
-        (SPACE, ["--ray"], "pip install 'lightning-rob[ray]'"),
+        (SPACE, ["--ray=2"], "pip install 'lightning-rob[ray]'"),
     ],
 )
 def test_bad_input_is_one_line(space, args, message, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "lightning_rob.commands.tune.ray", raising=False)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
         run("tune", *files(tmp_path, space), *args)

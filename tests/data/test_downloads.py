@@ -1,6 +1,5 @@
 """Data sets that torchvision downloads: read as they were written, missing files named."""
 
-import gzip
 import pickle
 import struct
 
@@ -91,22 +90,7 @@ def test_archives_are_read_as_they_were_written(archive, kind):
     assert torch.equal(test, pixels.float() / 255)
 
 
-def test_files_of_the_debian_package_are_unpacked(archive, tmp_path, monkeypatch):
-    _, pixels = archive(FashionMNIST)
-    written, packaged = tmp_path / "FashionMNIST/raw", tmp_path / "packaged"
-    packaged.mkdir()
-    for file in written.iterdir():
-        with gzip.open(packaged / f"{file.name}.gz", "wb") as packed:
-            packed.write(file.read_bytes())
-    monkeypatch.setattr(FashionMNIST, "packaged", packaged)
-    data = FashionMNIST(root=str(tmp_path / "root"), val_size=5)
-    data.prepare_data()
-    data.prepare_data()  # finds them unpacked
-    assert torch.equal(data.source(train=False).images, pixels)
-
-
-def test_missing_archives_are_named_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(FashionMNIST, "packaged", tmp_path / "none")
+def test_missing_archives_are_named_at_once(tmp_path):
     for kind in (*ARCHIVES, GTSRB):
         message = f"{kind.__name__} is not in {tmp_path}/.*download"
         with pytest.raises(FileNotFoundError, match=message):

@@ -1,4 +1,4 @@
-"""Folders of images as torchvision prepares them, and images from one file."""
+"""Folders of images as torchvision prepares them."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,6 @@ from PIL import Image
 
 from lightning_rob.attacks import PGD
 from lightning_rob.data import Images
-from lightning_rob.data.folders import read_images
 from lightning_rob.defenses import Single
 from lightning_rob.nets import ZooNet
 from lightning_rob.threat import Threat
@@ -72,55 +71,3 @@ def test_missing_image_folders_are_named_at_once(tmp_path):
     image_folder(tmp_path, "test", classes=("ant", "cow"))
     with pytest.raises(ValueError, match=r"same classes: \['bee', 'cow'\]"):
         Images(str(tmp_path))
-
-
-def saved(path, images):
-    if path.suffix == ".pt":
-        torch.save(images, path)
-    elif path.suffix == ".npz":
-        np.savez(path, **images)
-    else:
-        np.save(path, images)
-    return str(path)
-
-
-@pytest.mark.parametrize(
-    ("name", "wrap"),
-    [
-        ("a.pt", lambda x: x),
-        ("b.pt", lambda x: {"x": x, "y": torch.zeros(len(x))}),
-        ("c.npy", lambda x: x.numpy()),
-        ("d.npz", lambda x: {"x": x.numpy(), "y": np.zeros(len(x))}),
-        ("e.npz", lambda x: {"x": x.double().numpy()}),
-        ("f.pt", lambda x: (255 * x).round().byte()),
-    ],
-)
-def test_images_from_a_file(tmp_path, name, wrap):
-    noise = torch.Generator().manual_seed(0)
-    pixels = torch.randint(256, (40, 3, 8, 8), generator=noise, dtype=torch.uint8)
-    path = saved(tmp_path / name, wrap(pixels / 255))
-    assert torch.equal(read_images(path), pixels / 255)
-
-
-@pytest.mark.parametrize(
-    ("images", "message"),
-    [
-        (torch.rand(3, 8, 8), r"must hold images \[N, C, H, W\], got \[3, 8, 8\]"),
-        (torch.rand(0, 3, 8, 8), r"must hold images \[N, C, H, W\], got \[0, 3, 8, 8\]"),
-        (2 * torch.ones(2, 3, 8, 8), r"must lie in \[0, 1\], got values in \[2, 2\]"),
-        (torch.full((2, 3, 8, 8), torch.nan), r"must lie in \[0, 1\], got values in \[nan, nan\]"),
-        ({"images": torch.rand(2, 3, 8, 8)}, "must hold a tensor, or one called x among others"),
-        ([torch.rand(2, 3, 8, 8)], "must hold a tensor, or one called x among others"),
-    ],
-)
-def test_a_file_of_something_else(tmp_path, images, message):
-    with pytest.raises(ValueError, match=message):
-        read_images(saved(tmp_path / "x.pt", images))
-
-
-def test_a_file_that_is_none(tmp_path):
-    with pytest.raises(FileNotFoundError, match="there is no file of images nowhere"):
-        read_images("nowhere.pt")
-    (tmp_path / "x.csv").write_text("1,2")
-    with pytest.raises(ValueError, match=r"is not a file of images: \.pt, \.npy or \.npz"):
-        read_images(str(tmp_path / "x.csv"))

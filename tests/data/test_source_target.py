@@ -59,27 +59,13 @@ def test_without_a_target_the_sources_test_images_are_it():
     assert torch.equal(batches[0]["target"][0][0], image)
 
 
-def test_unlabelled_images_may_come_from_a_file(tmp_path):
-    images, path = torch.rand(40, 3, 8, 8), str(tmp_path / "x.pt")
-    torch.save(images, path)
-    first, _ = epochs(with_target(target=None, images=path))
-    assert len(first) == 3
-    assert torch.equal(first[0]["target"][0], images[first[0]["target"][2]])
-
-
 class Large(Blobs):
     size = 16
 
 
-def test_targets_that_cannot_be(tmp_path):
-    with pytest.raises(ValueError, match="not both"):
-        SourceTargetData(Blobs(), Blobs(), "x.pt")
+def test_a_target_of_another_size_is_refused():
     with pytest.raises(ValueError, match=r"must be \[3, 8, 8\], Large has \[3, 16, 16\]"):
         SourceTargetData(Blobs(), Large())
-    path = str(tmp_path / "x.pt")
-    torch.save(torch.rand(4, 1, 8, 8), path)
-    with pytest.raises(ValueError, match=r"must be \[3, 8, 8\], .*x.pt has \[1, 8, 8\]"):
-        with_target(target=None, images=path)
 
 
 def test_evaluation_is_that_of_the_source():
@@ -96,14 +82,6 @@ def test_evaluation_is_that_of_the_source():
             assert all(map(torch.equal, a, b))
     a, b = data.labelled(), plain.labelled()
     assert torch.equal(a.indices, b.indices)
-
-
-def test_evaluation_needs_no_target():
-    data = SourceTargetData(Blobs(), images="nowhere.pt")
-    data.setup("test")
-    assert len(data.test_dataloader()) == 3
-    with pytest.raises(FileNotFoundError, match=r"no file of images nowhere\.pt"):
-        data.setup("fit")
 
 
 def test_the_targets_labels_are_never_read():

@@ -4,7 +4,6 @@ import pickle
 from collections import Counter
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -145,21 +144,18 @@ def test_no_features():
 # D'
 
 
-@pytest.mark.parametrize("fits", [True, False])
-def test_features_that_fit_are_kept_on_the_accelerator(monkeypatch, fits):
-    """In at most a quarter of its memory; the neighbours are the same, without copying them."""
+def test_features_are_kept_on_the_accelerator():
+    """The neighbours are the same, without copying them."""
     here = remembered(FeatureStore(None, 0))
-    free = 4 * here.features.nbytes - (not fits)
-    monkeypatch.setattr("lightning_rob.defenses.rmc.free_memory", lambda device: free)
     with emulated() as there:
         net = copy.deepcopy(NET).to(there)
         images = FeatureStore(None, 0).build(net, Source((X, Y)), there)
         query = here.features[:7].to(there)
         with Waits() as waits:
             found = nearest(images.features, query, 5)
-        assert images.features.device == (there if fits else CPU)
+        assert images.features.device == there
         assert images.x.device == CPU
-        assert len(waits.found) == (not fits)
+        assert not waits.found
         assert torch.equal(found.cpu(), nearest(here.features, here.features[:7], 5))
 
 
@@ -237,7 +233,7 @@ def test_files_are_used_again(tmp_path):
     for name in ("x", "y", "features"):
         assert torch.equal(getattr(first, name), getattr(again, name))
     (place,) = (tmp_path / "deep/cache").iterdir()
-    assert np.load(place / "x.npy", mmap_mode="r").shape == (480, 3, 8, 8)
+    assert place.suffix == ".pt"
 
 
 def test_what_is_read_cannot_change_the_files(tmp_path):

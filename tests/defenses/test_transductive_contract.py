@@ -21,7 +21,6 @@ from lightning_rob.attacks import (
     attacking,
 )
 from lightning_rob.defenses import DANN, DENT, RMC, TADV, Defense, Mixture, Single, URejectron
-from lightning_rob.defenses.transductive import reporting_adaptation
 from lightning_rob.evaluation.protocol import AttackerDefenderSession
 from lightning_rob.objectives import worst_ce
 from lightning_rob.threat import Threat
@@ -242,19 +241,6 @@ def test_adapted_defenses_travel(name):
     for other in (pickle.loads(pickle.dumps(final)), copy.deepcopy(final)):
         assert same(other, final)
         assert torch.equal(other(x), final(x))
-
-
-@every_defense
-def test_progress_is_reported_and_restored(name):
-    defense, (x, _) = ADAPTING[name](trained()), images(6)
-    before, said = defense.progress, []
-    with reporting_adaptation(Mixture([defense, Single(trained())]), said.append):
-        final = defense.adapt(x, seeded(0))
-        final.adapt(x, seeded(1))
-    assert said and all("/" in text for text in said)
-    assert defense.progress is before
-    with reporting_adaptation(defense, None):
-        assert defense.progress is before
 
 
 @pytest.mark.parametrize(

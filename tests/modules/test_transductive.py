@@ -1,6 +1,5 @@
 """DANN and TADV as ordinary runs: the data they train on, their losses, and how they resume."""
 
-import copy
 import json
 import signal
 
@@ -11,9 +10,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_rob.data.source_target import SourceTargetData
+from lightning_rob.defenses import Single
 from lightning_rob.defenses.tadv import half_adversarial
-from lightning_rob.modules import DANN, TADV, AdversarialTraining
-from lightning_rob.randomness import Streams
+from lightning_rob.modules import DANN, AdversarialTraining
 from tests.modules.support import FOLDER, Spy, batch, saving
 from tests.tiny import (
     Blobs,
@@ -137,34 +136,11 @@ def test_a_run_of_unknown_length_is_refused():
         fit(DANN(TinyDANN), max_epochs=-1)
 
 
-def test_dann_and_tadv_refuse_the_same_arguments_as_the_defenses():
-    with pytest.raises(ValueError, match=r"fraction must be in \(0, 1\], got 0"):
-        TADV(TinyNet, Spy(), fraction=0)
+def test_dann_refuses_the_same_arguments_as_the_defense():
     with pytest.raises(ValueError, match="scale must not be negative, got -1"):
         DANN(TinyDANN, scale=-1)
     with pytest.raises(TypeError, match="such as DANNNet: Identity has no features"):
         DANN(nn.Identity)
-
-
-class Noted(Spy):
-    """Record the generators too."""
-
-    def __init__(self):
-        super().__init__()
-        self.generators = []
-
-    def perturb(self, defense, x, y, generator):
-        self.generators.append(generator)
-        return super().perturb(defense, x, y, generator)
-
-
-def test_the_loss_of_tadv_is_the_defenses():
-    spy, (x, y) = Noted(), batch(7)
-    module = TADV(TinyNet, spy).train()
-    twin = copy.deepcopy(module.defense)
-    module.noise = Streams.from_index(torch.arange(7), 1)
-    torch.testing.assert_close(module.loss(x, y), half_adversarial(twin, x, y, Spy()))
-    assert torch.equal(spy.generators[0].keys, Streams.from_index(torch.arange(7), 1).keys[3:])
 
 
 def test_tadv_is_adversarial_training_with_the_halves_in_the_other_order():
@@ -172,7 +148,7 @@ def test_tadv_is_adversarial_training_with_the_halves_in_the_other_order():
     other = AdversarialTraining(lambda: net, Spy(), fraction=0.5)
     swapped = torch.arange(8).roll(4)
     expected = other.loss(x[swapped], y[swapped])
-    torch.testing.assert_close(TADV(lambda: net, Spy()).loss(x, y), expected)
+    torch.testing.assert_close(half_adversarial(Single(net), x, y, Spy()), expected)
 
 
 @pytest.mark.slow  # test_contract kills a run too

@@ -9,8 +9,8 @@ import torch
 import yaml
 
 from lightning_rob.data.base import IndexedSubset, InMemoryImages
-from lightning_rob.data.transformed import TransformedImages
 from lightning_rob.modules import TransformTraining
+from lightning_rob.modules.transform_training import TransformedImages
 from lightning_rob.runtime.errors import InputError
 from lightning_rob.transforms.pool import pool
 from tests.forked import forked, two_ranks

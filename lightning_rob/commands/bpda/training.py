@@ -83,6 +83,7 @@ def build_transforms(chosen: Mapping[str, Any] | str) -> dict[str, Transform]:
     if chosen in ("all", "nondifferentiable"):
         return named([kind() for kind in kinds])
     if isinstance(chosen, str):
+        # Names alone are YAML too: one text with commas.
         try:
             content = load(chosen)
         except yaml.YAMLError as error:

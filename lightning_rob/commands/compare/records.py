@@ -46,7 +46,6 @@ class Comparison:
 
     @property
     def text(self) -> str:
-        """The comparison as one line."""
         low, high = self.paired.interval
         return (
             f"{self.name} changed by {100 * self.paired.difference:+.1f} points, from "
@@ -60,6 +59,7 @@ def run(config: CompareConfig) -> None:
     records = [_read(path) for path in config.records]
     one, other = records[0], records[-1]
     differing = list(_other_differences(records, config))
+    # Refused before a line is printed: figures that mean something else would be read all the same.
     if config.fail_if_worse is not None:
         _check_gate(one, other, config)
     if len(records) == 1:

@@ -164,6 +164,7 @@ def metadata(title: str, found: Iterable[tuple[str, list[AttackResult]]]) -> str
         for row in rows:
             within = ", ".join([row.name, *threats(row, rows)])
             name = "accuracy" if row.name == "clean" else f"robust accuracy ({within})"
+            # Models are sorted by these numbers as if they were those of the whole defense.
             if row.target == WHOLE and math.isfinite(row.accuracy):
                 value = round(row.accuracy, 4)
                 metrics.append({"type": "accuracy", "name": name, "value": value})

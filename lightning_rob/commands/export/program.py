@@ -1,4 +1,4 @@
-"""`lightning-rob export`: a defense as a program for torch or ONNX Runtime, or as a folder."""
+"""`lightning-rob export`: a defense as a program for torch, or as a folder."""
 
 import json
 from collections.abc import Callable
@@ -19,7 +19,6 @@ from lightning_rob.evaluation.records import versions
 from lightning_rob.randomness import Streams
 from lightning_rob.runtime.files import atomic_write
 from lightning_rob.runtime.identity import fingerprint
-from lightning_rob.transforms import Transform
 
 SIZES = (1, 3, 8)  # batch sizes at which predictions are compared
 TOLERANCE = 1e-5
@@ -71,26 +70,20 @@ def export(
             f"{type(defense).__name__} is transductive: it learns from every test batch before it "
             "predicts, and an exported program cannot learn"
         )
-    net, onnx = KeyedDefense(deepcopy(defense).cpu(), seed).eval(), path.suffix == ".onnx"
+    net = KeyedDefense(deepcopy(defense).cpu(), seed).eval()
     keys = torch.arange(len(example)) if keys is None else keys.to("cpu", torch.int64)
     chosen = torch.arange(max(len(example), 2)) % len(example)  # one alone cannot be traced
     inputs: Inputs = (example.detach().to("cpu", torch.float32)[chosen], keys[chosen])
     if not is_randomized(net.defense, inputs[0]):
         inputs = inputs[:1]
-    elif onnx:
-        # The noise of keys comes from integers that overflow. ONNX does not define the result:
-        # another runtime than the one that checked the file could draw other noise, or none.
-        raise ValueError(
-            f"{type(defense).__name__} predicts at random, by integers that overflow, for which "
-            "ONNX defines no result: export a .pt2"
-        )
     program = trace(net, inputs)
     card = _card(net, inputs)
 
     def write(draft: Path) -> None:
-        _save(program, json.dumps(card, indent=1), draft, onnx)
+        with draft.open("wb") as file:
+            torch.export.save(program, file, extra_files={CARD: json.dumps(card, indent=1)})
         # Checked before the file gets its name, so a wrong program is never there.
-        card["largest_difference"] = _largest_difference(net, _load(draft, onnx)[0], inputs)
+        card["largest_difference"] = _largest_difference(net, _load(draft)[0], inputs)
 
     atomic_write(path, write)
     return card
@@ -98,7 +91,7 @@ def export(
 
 def read_card(path: Path | str) -> dict[str, Any]:
     """Return the description stored in an exported program."""
-    return json.loads(_load(Path(path), Path(path).suffix == ".onnx")[1])
+    return json.loads(_load(Path(path))[1])
 
 
 class KeyedDefense(nn.Module):
@@ -115,44 +108,19 @@ class KeyedDefense(nn.Module):
         return self.defense(images, generator)
 
 
-class KeyedTransform(nn.Module):
-    """A single transform, to find out which of several cannot be exported."""
-
-    def __init__(self, transform: Transform) -> None:
-        super().__init__()
-        self.transform = transform
-
-    def forward(self, images: Tensor, keys: Tensor) -> Tensor:
-        """Map [B, C, H, W] and [B] to [B, C, H, W]."""
-        return self.transform(images, *self.transform.sample(images, Streams.from_index(keys, 0)))
-
-
 def trace(net: KeyedDefense, inputs: Inputs) -> ExportedProgram:
     """Return the program of a defense, given images [N, C, H, W] and perhaps keys [N]."""
-    try:
-        return _graph(net, inputs)
-    except Exception as error:  # tracing may raise any kind
-        culprits = []
-        keyed = (inputs[0], torch.arange(len(inputs[0])))
-        defenses = [part for part in net.defense.modules() if isinstance(part, Defense)]
-        for name, one in (pair for defense in defenses for pair in defense.transforms.items()):
-            try:
-                _graph(KeyedTransform(one), keyed)
-            except Exception:
-                culprits.append(name)
-        reason = f"because of {', '.join(culprits)} " if culprits else ""
-        raise ValueError(
-            f"{type(net.defense).__name__} cannot be exported {reason}"
-            f"({type(error).__name__}: {(str(error).strip() or 'no reason').splitlines()[0][:200]})"
-        ) from error
-
-
-def _graph(net: nn.Module, inputs: Inputs) -> ExportedProgram:
     some = tuple(part[:TRACED_IMAGES] for part in inputs)
     shape = {0: Dim("batch", min=1, max=MAX_IMAGES)}
-    with torch.no_grad():
-        net(*some)  # constants cached by a first call must not be tensors of the trace
-        return torch.export.export(net, some, dynamic_shapes=(shape,) * len(some), strict=True)
+    try:
+        with torch.no_grad():
+            net(*some)  # constants cached by a first call must not be tensors of the trace
+            return torch.export.export(net, some, dynamic_shapes=(shape,) * len(some), strict=True)
+    except Exception as error:  # tracing may raise any kind
+        reason = (str(error).strip() or "no reason").splitlines()[0][:200]
+        raise ValueError(
+            f"{type(net.defense).__name__} cannot be exported ({type(error).__name__}: {reason})"
+        ) from error
 
 
 def is_randomized(defense: Defense, images: Tensor) -> bool:
@@ -194,6 +162,7 @@ def _card(net: KeyedDefense, inputs: Inputs) -> dict[str, Any]:
 def _largest_difference(net: KeyedDefense, program: Predict, inputs: Inputs) -> float:
     """Return the largest difference of a probability; ValueError if it is above 1e-5."""
     largest = torch.zeros(())
+    # A batch of another size runs other kernels, and a program may hold the size that was traced.
     for size in (*SIZES, min(len(inputs[0]), MAX_IMAGES)):
         some = [part if size > max(SIZES) else part[:24] for part in inputs]
         for chunk in zip(*(torch.split(part, size) for part in some), strict=True):
@@ -208,39 +177,8 @@ def _largest_difference(net: KeyedDefense, program: Predict, inputs: Inputs) -> 
     return float(largest)
 
 
-def _save(program: ExportedProgram, card: str, path: Path, onnx: bool) -> None:
-    """Write a program and its card; ValueError if ONNX has no equivalent of an operation."""
-    if not onnx:
-        with path.open("wb") as file:
-            torch.export.save(program, file, extra_files={CARD: card})
-        return
-    outputs = ["probabilities"]
-    try:
-        converted = torch.onnx.export(program, dynamo=True, output_names=outputs, verbose=False)
-    except torch.onnx.errors.OnnxExporterError as error:
-        cause: BaseException = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
-        reason = str(cause).splitlines()[0][:200]
-        raise ValueError(f"ONNX cannot express it: {reason}; export a .pt2") from error
-    assert converted is not None  # as by the exporter of TorchScript
-    converted.model.metadata_props[CARD] = card
-    path.write_bytes(converted.model_proto.SerializeToString())
-
-
-def _load(path: Path, onnx: bool) -> tuple[Predict, str]:
-    if not onnx:
-        stored: dict[str, Any] = {CARD: ""}
-        with path.open("rb") as file:
-            program = torch.export.load(file, extra_files=stored).module()
-        return program, str(stored[CARD])
-    import onnxruntime
-
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    names = [one.name for one in session.get_inputs()]
-
-    def predict(*inputs: Tensor) -> Tensor:
-        given = {name: part.numpy() for name, part in zip(names, inputs, strict=True)}
-        return torch.from_numpy(session.run(None, given)[0])
-
-    return predict, str(session.get_modelmeta().custom_metadata_map[CARD])
+def _load(path: Path) -> tuple[Predict, str]:
+    stored: dict[str, Any] = {CARD: ""}
+    with path.open("rb") as file:
+        program = torch.export.load(file, extra_files=stored).module()
+    return program, str(stored[CARD])

@@ -88,6 +88,7 @@ def run(
     batches = some_of(
         batches, index[torch.randperm(len(index), generator=noise)[: protocol.images]]
     )
+    # Its scores are recorded one by one: a run that is killed goes on with the next submission.
     for one in config.own([one for one in found if not one.reasons]):
         try:
             defense = load(one.model)
@@ -135,6 +136,7 @@ def rows(submissions: Sequence[Submission], norm: str) -> list[dict[str, Any]]:
             key: np.array([part["images"][key] for part in own]) for key in (CLEAN, USUAL, WORST)
         }
         by_seed = images[WORST].mean(1)
+        # An attack beside a stronger one takes nothing away: the best power of each seed counts.
         tested = [[p for p in part["power"].values() if p["passed"] is not None] for part in own]
         powers = [max(power["rate"] for power in part) for part in tested if part]
         row: dict[str, Any] = {

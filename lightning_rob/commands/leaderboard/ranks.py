@@ -78,6 +78,7 @@ def agreement(scores: Sequence[Array], seed: int = 0) -> tuple[float, float, flo
     if len(means) < 3:
         return np.nan, np.nan, np.nan
     draws = np.random.default_rng(seed).integers(len(means), size=(RESAMPLES, len(means)))
+    # Defenses are drawn, not trainings: other defenses would have made another order.
     found = [float(np.mean([*_taus(means[chosen])])) for chosen in draws]
     low, high = np.nanquantile(found, [LEVEL / 2, 1 - LEVEL / 2])
     return float(np.mean([*_taus(means)])), float(low), float(high)

@@ -148,6 +148,7 @@ class Submission:
         if not self.scores:
             self.reasons.append("no scores: --evaluate attacks it")
             return
+        # The scores are the submitter's: what needs no attack is compared before some are repeated.
         own = self.scores.get("protocol", {})
         for key, wanted in asdict(protocol).items():
             if own.get(key) != wanted:
@@ -252,6 +253,7 @@ def relative_time(defense: Defense, x: Tensor) -> float:
     one: list[float] = []
     whole: list[float] = []
     for _ in range(2 if defense.transductive else RUNS):
+        # In turn, so that a slow moment of the machine meets both.
         for work, times in zip(works, (one, whole), strict=True):
             began = time.perf_counter()
             with torch.no_grad():

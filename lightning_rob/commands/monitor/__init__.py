@@ -92,7 +92,6 @@ class MonitorConfig(CommandConfig):
 
     @property
     def is_over(self) -> bool:
-        """Whether no further checkpoints are awaited."""
         return self.once or bool(self.until and self.until.exists())
 
     @property
@@ -121,18 +120,15 @@ class MonitorConfig(CommandConfig):
 
     @property
     def name(self) -> str:
-        """The run's name in notifications and metrics."""
         return visible(self.label or self.url or str((self.file or self.folder).absolute()))
 
     @property
     def home(self) -> Path:
-        """The folder of the history."""
         beside = self.file and self.folder / f"{self.file.stem}_monitor"
         return self.out or beside or self.folder
 
     @property
     def minima(self) -> dict[str, float]:
-        """Minimum accuracy by name."""
         return parse_thresholds(",".join(self.alarm)) if self.alarm else {}
 
     @property

@@ -1,9 +1,8 @@
 """Comparison of a checkpoint with earlier ones, and the alarms that follow from it."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,7 +22,6 @@ from lightning_rob.comparisons import rounded_down
 from lightning_rob.evaluation.records import Result
 from lightning_rob.evaluation.results import WORST
 from lightning_rob.metrics import mcnemar, paired_p
-from lightning_rob.runtime.errors import InputError
 
 FADING = 1.3  # the slower the shares of the level fall, the less is left for the first
 SHARES = 3.94  # at least the sum of 1 / n^1.3 over all n
@@ -38,7 +36,7 @@ class CheckpointResults:
     checkpoint: str
     position: int  # training step, or number of the evaluation where a single file is replaced
     accuracies: dict[str, float]  # by name
-    read: Callable[[], Scores]  # returns indices [N] and scores [N] under the worst attack
+    scores: Scores  # indices [N] and scores [N] under the worst attack
     fell: bool = False  # judged to be significantly worse than earlier ones
     blind: float = 0.0  # largest share of images on which an attack had no gradient to follow
 
@@ -73,24 +71,17 @@ def last_results(history: History, suite: str) -> dict[Identity, CheckpointResul
             continue
         level = event.get("limits", {}).get("drop")  # as it was then
         worst = worst_of(results)
-        if history.has_scores(worst):
+        if (stored := history.scores.read(worst)) is not None:
             found.pop(identity(event), None)  # ordered by the last evaluation
             found[identity(event)] = CheckpointResults(
                 event["checkpoint"],
                 event["position"],
                 {line["name"]: line["accuracy"] for line in results},
-                partial(_stored, history, worst),
+                (stored[0], stored[1].double().mean(1)),
                 any(Drop(**drop).significant(level) for drop in event.get("drops", ())),
                 largest_blind(results),
             )
     return found
-
-
-def _stored(history: History, line: Fields) -> Scores:
-    """Return indices [N] and mean scores [N] that a line names."""
-    if (found := history.scores.read(line)) is None:  # deleted after it was found
-        raise InputError(f"{history.path.parent / line['reuse']['scores']} cannot be read any more")
-    return found[0], found[1].double().mean(1)
 
 
 def current_results(
@@ -101,12 +92,12 @@ def current_results(
     index, scores = next(scores for result, scores in results if result.name == WORST)
     blind = largest_blind([result.details for result, _ in results])
     mean = index, scores.double().mean(1)
-    return CheckpointResults(checkpoint, position, accuracies, lambda: mean, blind=blind)
+    return CheckpointResults(checkpoint, position, accuracies, mean, blind=blind)
 
 
 def change(before: CheckpointResults, after: CheckpointResults) -> Fields:
     """Return the images that became vulnerable or robust, as a field of an event."""
-    index, old, new = _common(before.read(), after.read())
+    index, old, new = _common(before.scores, after.scores)
     was, remains = old >= ROBUST, new >= ROBUST
     return {
         "since": before.checkpoint,
@@ -139,7 +130,7 @@ def drops(
     """Compare a checkpoint with the last and the best before it, if there are enough images."""
     earlier = [other for other in previous if other.position <= current.position]
     earlier.sort(key=lambda other: other.position)  # evaluated in any order, the same is the best
-    if not earlier or len(current.read()[0]) < MIN_IMAGES:
+    if not earlier or len(current.scores[0]) < MIN_IMAGES:
         return []
     # The n-th judgement of a history takes the share 1 / (3.94 n^1.3) of the level, half of it for
     # each comparison; the half of the best is spread over the k checkpoints of which it is the
@@ -156,7 +147,7 @@ def drops(
 
 
 def _drop(to: str, before: CheckpointResults, after: CheckpointResults, factor: float) -> Drop:
-    p = paired_p(*_common(before.read(), after.read())[1:])
+    p = paired_p(*_common(before.scores, after.scores)[1:])
     accuracies = before.accuracies[WORST], after.accuracies[WORST]
     test = "Gaffke, adjusted over the history"
     return Drop(to, before.checkpoint, *accuracies, p, min(1.0, factor * p), test)
@@ -188,7 +179,7 @@ def violated(config: MonitorConfig, current: CheckpointResults) -> list[str]:
     """Describe accuracies below their minimum, and too few images for a verdict."""
     accuracies = {tag(name): accuracy for name, accuracy in current.accuracies.items()}
     found = violations(config.minima, accuracies | {tag("blind"): current.blind}, "monitor")
-    images = len(current.read()[0])
+    images = len(current.scores[0])
     if config.level is not None and images < MIN_IMAGES:
         found.append(
             f"--drop needs at least {MIN_IMAGES} images, there are {images}: none was judged"

@@ -47,6 +47,7 @@ class Display:
             changed = f"-{len(lost)} +{len(won)} {p}"
         name = self.prefix + visible(name)
         row = ROW.format(
+            # Checkpoints differ at the end of their names, runs at the start.
             name if len(name) <= 24 else f"{name[:11]}…{name[-12:]}",
             event["epoch"],
             event["step"],

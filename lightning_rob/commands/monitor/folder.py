@@ -53,7 +53,6 @@ class CheckpointFile:
 
     @property
     def facts(self) -> Fields:
-        """Fields of a line that describe the checkpoint."""
         known = {name: getattr(self, name) for name in FACTS}
         return {"checkpoint": self.name, **known, "date": timestamp()}
 

@@ -1,8 +1,7 @@
-"""The history of a monitored run: JSON lines that a kill cannot harm, and TensorBoard's curves."""
+"""The history of a monitored run: JSON lines that a kill cannot harm."""
 
 import json
 import os
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -10,11 +9,9 @@ from functools import reduce
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from torch.utils.tensorboard import SummaryWriter
-
 from lightning_rob.commands.scores import ScoreFiles
 from lightning_rob.evaluation.records import with_schema
-from lightning_rob.runtime.files import Stamp, append_whole, stamp_of
+from lightning_rob.runtime.files import append_whole
 
 Fields = dict[str, Any]
 Identity = tuple[str | None, str | None]  # SHA-256 of the weights and of the recipe's model
@@ -33,7 +30,7 @@ def seconds_of(date: str) -> float:
 
 
 def tag(name: str) -> str:
-    """Return an accuracy's name in TensorBoard and in alarms, after those that `test` logs."""
+    """Return an accuracy's name in loggers and in alarms, after those that `test` logs."""
     return "monitor/acc" if name == "clean" else f"monitor/robust/{name}"
 
 
@@ -51,9 +48,7 @@ class History:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / RECORD
-        self.writing = threading.Lock()  # notifications are recorded by threads of their own
         self.scores = ScoreFiles(folder, SCORES)
-        self.readable: dict[str, Stamp] = {}  # files of scores
         self.file: IO[bytes] = self.path.open("a+b", buffering=0)
         try:
             with suppress(ImportError):  # Windows has no such lock
@@ -75,18 +70,15 @@ class History:
             raise
 
     def close(self) -> None:
-        """Close the file, and with it end the lock."""
-        with self.writing:
-            self.file.close()
+        self.file.close()
 
     def append(self, *lines: Fields) -> None:
         """Append lines that end with an event: all of them or, after an error, none."""
         kinds = ("monitor_event" if "event" in line else "accuracy" for line in lines)
         records = (with_schema({"kind": k} | line) for k, line in zip(kinds, lines, strict=True))
         content = "".join(json.dumps(record) + "\n" for record in records).encode()
-        with self.writing:
-            append_whole(self.file, content)
-            self.lines += lines
+        append_whole(self.file, content)
+        self.lines += lines
 
     def events(self, *kinds: str) -> Iterator[Fields]:
         """Yield the events of these kinds, the oldest first."""
@@ -100,16 +92,6 @@ class History:
             if "event" in line:
                 yield group
                 group = []
-
-    def has_scores(self, line: Fields) -> bool:
-        """Return whether a line's scores can be read; a file is read again only if it changed."""
-        place = line.get("reuse", {}).get("scores", "")
-        stamp = stamp_of(self.path.parent / place)
-        if stamp is None or self.readable.get(place) != stamp:
-            if stamp is None or self.scores.read(line) is None:
-                return False
-            self.readable[place] = stamp
-        return True
 
     def unreported(self) -> list[str]:
         """Return the alarms since a monitor last ended, with an exit code that reported them."""
@@ -186,30 +168,3 @@ def scalars(lines: Sequence[Fields]) -> dict[str, float]:
         found |= {tag(line["name"]): line["accuracy"] for line in results}
         found |= {tag("findings"): finding_count(results), tag("blind"): largest_blind(results)}
     return found
-
-
-class TensorBoardHistory:
-    """The history as curves; written anew when a monitor starts, so that a kill leaves no gap."""
-
-    def __init__(self, folder: Path, history: History) -> None:
-        for old in folder.glob("events.out.tfevents.*"):
-            old.unlink()
-        self.writer = SummaryWriter(str(folder))
-        for group in history.groups():
-            self.add(group)
-
-    def add(self, lines: Sequence[Fields]) -> None:
-        """Add the points of lines that end with an event."""
-        event, date = lines[-1], None
-        with suppress(ValueError):
-            date = seconds_of(str(event.get("date")))
-        for name, value in scalars(lines).items():
-            self.writer.add_scalar(name, value, event.get("step"), date)
-        for alarm in event.get("alarm", ()):
-            self.writer.add_text("monitor/alarm", alarm, event.get("step"), date)
-        self.writer.flush()
-
-    def close(self) -> None:
-        """End the event files; the next monitor writes them anew."""
-        with suppress(OSError):
-            self.writer.close()

@@ -27,7 +27,6 @@ from lightning_rob.commands.monitor.history import (
     Fields,
     History,
     Identity,
-    TensorBoardHistory,
     identity,
     scalars,
     seconds_of,
@@ -104,7 +103,7 @@ class Watched:
     key: str = ""  # of the suite
     recipe: str | None = None  # recipe of the suite's module
     done: set[Identity] = field(default_factory=set)  # need no evaluation by the suite
-    loggers: list[Logger] = field(default_factory=list)  # beside TensorBoard
+    loggers: list[Logger] = field(default_factory=list)
     failing: set[Logger] = field(default_factory=set)  # could not take the last figures
     opened: ExitStack | None = None
 
@@ -156,7 +155,7 @@ class Watched:
             self.close()
 
     def open(self) -> None:
-        """Open source and history; a failure leaves no thread or lock behind."""
+        """Open source and history; a failure leaves no lock behind."""
         self.prepare()
         home, url = self.config.home, self.config.url
         source: Source = LocalFolder(self.config.folder, self.config.file)
@@ -167,8 +166,6 @@ class Watched:
                 self.history = stack.enter_context(closing(History(home)))
             except OSError as error:
                 raise InputError(f"the history cannot be written: {error}; see --out") from error
-            self.board = TensorBoardHistory(home / "monitor", self.history)
-            stack.callback(self.board.close)
             self.display = Display(self.label)
             self.outbox = Outbox(self.config.notify or (), self.history, self.config.name)
             self.folder = CheckpointFolder(source, self.history, self.record)
@@ -179,7 +176,6 @@ class Watched:
         warn(f"{self.label}watching {self.config.run}; the history is {self.history.path}")
 
     def close(self) -> None:
-        """End, once."""
         if self.opened is not None:
             for logger in self.loggers:
                 with suppress(Exception):  # a logger may raise anything
@@ -197,7 +193,8 @@ class Watched:
             self.finish()
             return 0.0
         if not pending:
-            return min(1.0, self.config.every) if self.folder.waiting else self.config.every
+            every = min(1.0, self.config.every) if self.folder.waiting else self.config.every
+            return min([every, *filter(None, self.outbox.pauses.values())])
         if self.suite is None or pending[0].identity in self.done:  # its images are read anew
             self.build_suite()
         if self.suite and (pending := self.pending()):
@@ -205,14 +202,13 @@ class Watched:
         return 0.0
 
     def look(self) -> None:
-        """Look for checkpoints, and publish the state."""
+        self.outbox.deliver()
         self.folder.scan()
         self.looked_at = monotonic()
         self.folder.hold(self.pending())
         self.publish()
 
     def publish(self) -> None:
-        """Publish the state as metrics and as a page."""
         if self.publisher.server:
             group = newest_group(self.history, self.key)
             state = Snapshot(group, self.history, len(self.pending()), self.outbox.waiting)
@@ -238,7 +234,7 @@ class Watched:
             for *results, event in self.history.groups()
             if event.get("suite") == self.key
             and event["event"] in ("evaluated", "broken")
-            and (event["event"] == "broken" or self.history.has_scores(worst_of(results)))
+            and (event["event"] == "broken" or self.history.scores.read(worst_of(results)))
         ]
         # As a single file an earlier model may be deployed again: only the last evaluation counts.
         return set(done[-1:] if self.config.is_single else done)
@@ -314,7 +310,6 @@ class Watched:
         self.done = self._done()
 
     def results(self, file: CheckpointFile) -> list[tuple[Result, Scores]]:
-        """Evaluate a checkpoint in a module that its own recipe describes."""
         assert self.suite is not None
         if file.recipe != self.recipe:
             self.suite.replace_module(self.built(file).model)
@@ -331,13 +326,10 @@ class Watched:
         return self.suite.evaluate(look_in_time)
 
     def record(self, *lines: Fields) -> None:
-        """Record, show, log and notify lines that end with an event."""
         event = lines[-1] | self.outbox.mark(lines[-1])
         lines = (*lines[:-1], event)
         self.history.append(*lines)
-        self.outbox.wake()
         self.display.show(lines)
-        self.board.add(lines)
         self.log(lines)
 
     def log(self, lines: Sequence[Fields]) -> None:

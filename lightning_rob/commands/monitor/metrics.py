@@ -38,7 +38,6 @@ class Metrics:
         self.registry.register(self)
 
     def encoded(self, accept: str) -> tuple[dict[str, str], bytes]:
-        """Return headers and text in the format that a request accepts."""
         encoder, kind = choose_encoder(accept)
         return {"Content-Type": kind}, encoder(self.registry)
 

@@ -1,4 +1,4 @@
-"""Notifications of alarms and recoveries, delivered in the background at least once.
+"""Notifications of alarms and recoveries, delivered at least once.
 
 The history is the outbox: an event that is to be delivered has a field `notify`, written with the
 event, and every delivery is an event `notified`. After a kill the next monitor delivers the rest.
@@ -6,7 +6,6 @@ event, and every delivery is an event `notified`. After a kill the next monitor 
 
 import json
 import logging
-import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from lightning_rob.commands.monitor.urls import WEB, authorization, public_name,
 from lightning_rob.evaluation.records import with_schema
 from lightning_rob.evaluation.results import WORST
 
-TIMEOUT = 10.0  # seconds that a receiver may be silent
+TIMEOUT = 10.0  # seconds that a receiver may be silent, for which all wait
 PAUSES = (1.0, 300.0)  # seconds between two attempts: the first, and after doubling the longest
 PATIENCE = 30.0  # seconds for which a monitor that ends waits for the receivers
 
@@ -32,49 +31,65 @@ class Undelivered(Exception):
 
 
 class Outbox:
-    """Decides which events are notified, and delivers them, each destination in its own thread."""
+    """Decides which events are notified, and delivers them, to each destination at its own pace."""
 
     def __init__(self, urls: Sequence[str], history: History, run: str) -> None:
         self.history, self.run = history, run
-        self.changed = threading.Condition()
-        self.closed = False
-        senders = {
+        self.senders = {
             receiver_name(url): _webhook(url) if urlsplit(url).scheme in WEB else _apprise(url)
             for url in urls
         }
-        self.names = list(senders)
-        for each in senders.items():
-            threading.Thread(target=self._deliver_all, args=each, daemon=True).start()
+        self.pauses = dict.fromkeys(self.senders, 0.0)  # seconds; 0 while it accepts them
+        self.due = dict.fromkeys(self.senders, 0.0)  # time of the next attempt, by `monotonic`
 
     def mark(self, event: Fields) -> Fields:
         """Return the field that makes an event one to be notified, before it is recorded."""
-        kind = kind_of(event, self.history.alarms()) if self.names else None
-        note = {"id": uuid.uuid4().hex, "kind": kind, "to": self.names}
+        kind = kind_of(event, self.history.alarms()) if self.senders else None
+        note = {"id": uuid.uuid4().hex, "kind": kind, "to": [*self.senders]}
         return {"notify": note} if kind else {}
-
-    def wake(self) -> None:
-        """Let the threads look for new notifications."""
-        with self.changed:
-            self.changed.notify_all()
 
     @property
     def waiting(self) -> dict[str, int]:
         """The number of undelivered notifications by destination, earlier ones included."""
         notes = [event["notify"] for event in list(self.history.lines) if "notify" in event]
-        names = dict.fromkeys([*self.names, *(name for note in notes for name in note["to"])])
+        names = dict.fromkeys([*self.senders, *(name for note in notes for name in note["to"])])
         return {name: len(self._undelivered(name)) for name in names}
 
+    def deliver(self) -> None:
+        """Deliver what waits, with pauses that double as long as a destination fails."""
+        for name, send in self.senders.items():
+            if time.monotonic() < self.due[name]:
+                continue
+            reason = ""
+            for group in self._undelivered(name):
+                note = group[-1]["notify"]
+                if reason and note["kind"] == "recovery":
+                    continue  # no recovery arrives before its alarm
+                try:
+                    send(notification(group, self.run))
+                except Exception as error:  # nothing that a receiver does may end the monitor
+                    # The text of an error of a package may have the URL.
+                    reason = str(error) if isinstance(error, Undelivered) else type(error).__name__
+                else:
+                    line = {"event": "notified", "id": note["id"], "to": name}
+                    self.history.append(line | {"date": timestamp()})
+            if bool(reason) != bool(self.pauses[name]):
+                state = f"failed ({reason}); trying again" if reason else "accepts them again"
+                warn(f"notifications: {name} {state}")
+            first, longest = PAUSES
+            self.pauses[name] = min(2 * self.pauses[name] or first, longest) if reason else 0.0
+            self.due[name] = time.monotonic() + self.pauses[name]
+
     def close(self, patience: float) -> None:
-        """End; wait `patience` seconds for the receivers, and report what is left."""
+        """Try for `patience` seconds to deliver what waits, and report what is left."""
         end = time.monotonic() + patience
-        with self.changed:
-            while any(map(self.waiting.get, self.names)) and time.monotonic() < end:
-                self.changed.wait(end - time.monotonic())
-            self.closed = True
-            self.changed.notify_all()
+        while any(map(self.waiting.get, self.senders)) and time.monotonic() < end:
+            self.deliver()
+            due = [self.due[name] for name, pause in self.pauses.items() if pause]
+            time.sleep(max(0.0, min([*due, end]) - time.monotonic()) if due else 0.0)
         for name, count in self.waiting.items():
             rest = ", which --notify no longer names"
-            if name in self.names:
+            if name in self.senders:
                 rest = "; the next monitor delivers them"
             if count:
                 warn(f"notifications: {count} left for {name}{rest}")
@@ -84,40 +99,6 @@ class Outbox:
         done = {e["id"] for e in self.history.events("notified") if e["to"] == name}
         notes = [(group, group[-1].get("notify")) for group in self.history.groups()]
         return [group for group, n in notes if n and name in n["to"] and n["id"] not in done]
-
-    def _deliver_all(self, name: str, send: Send) -> None:
-        """Deliver until closed, with pauses that double as long as the destination fails."""
-        pause, failing, accepted = PAUSES[0], False, set[str]()
-        while not self.closed:
-            reason, left = "", 0
-            for group in self._undelivered(name):
-                note = group[-1]["notify"]
-                if self.closed or (reason and note["kind"] == "recovery"):
-                    left += 1  # no recovery arrives before its alarm
-                    continue
-                try:
-                    if note["id"] not in accepted:
-                        send(notification(group, self.run))
-                        accepted.add(note["id"])
-                    line = {"event": "notified", "id": note["id"], "to": name}
-                    with self.changed:
-                        self.history.append(line | {"date": timestamp()})
-                        self.changed.notify_all()
-                except Exception as error:  # nothing that a receiver does may end the thread
-                    # The text of an error of a package may have the URL.
-                    reason = str(error) if isinstance(error, Undelivered) else type(error).__name__
-                    left += 1
-            if failing != bool(reason) and not self.closed:
-                state = f"failed ({reason}); trying again" if reason else "accepts them again"
-                warn(f"notifications: {name} {state}")
-            failing = bool(reason)
-
-            def has_more(left: int = left) -> bool:
-                return self.closed or len(self._undelivered(name)) > left
-
-            with self.changed:
-                self.changed.wait_for(has_more, pause if failing else None)
-            pause = min(2 * pause, PAUSES[1]) if failing else PAUSES[0]
 
 
 def kind_of(event: Fields, before: AlarmState) -> str | None:

@@ -57,12 +57,10 @@ class Publisher:
             self.server = Server(config.serve_host, config.serve, self)
 
     def update(self, run: str, snapshot: Snapshot) -> None:
-        """Publish the state of a source, which was looked at now."""
         self.looked_at = time.monotonic()
         self.snapshots[run] = snapshot
 
     def close(self) -> None:
-        """End the server."""
         if self.server:
             self.server.shutdown()
             self.server.server_close()

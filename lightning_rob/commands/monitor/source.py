@@ -63,7 +63,6 @@ class LocalFolder(Source):
         self.paths: dict[str, Path] = {}  # by name
 
     def stamps(self) -> dict[str, Stamp]:
-        """Return the stamp of each file by its path in the folder, which any page can show."""
         paths = [*self.folder.glob("*.ckpt"), *self.folder.glob("checkpoints/**/*.ckpt")]
         if self.single:
             paths = [self.single]
@@ -77,7 +76,6 @@ class LocalFolder(Source):
 
     @contextmanager
     def local(self, name: str, stamp: Stamp) -> Iterator[Path]:
-        """Give the file itself; raise `Replaced` if it changes during the block."""
         path = self.paths[name]
         replaced = Replaced(f"{name} was replaced while it was read")
         try:
@@ -106,7 +104,6 @@ class RemoteSource(Source):
 
     @contextmanager
     def local(self, name: str, stamp: Stamp) -> Iterator[Path]:
-        """Give a copy, which is deleted at the end of the block."""
         try:
             shutil.rmtree(self.cache, ignore_errors=True)  # a kill may have left a part
             self.cache.mkdir(parents=True)
@@ -135,11 +132,11 @@ class Bucket(RemoteSource):
         self.infos: dict[str, dict[str, Any]] = {}  # as last listed, by name
 
     def stamps(self) -> dict[str, Stamp]:
-        """Return ETag, or else time of change, and size of each object and of its manifest."""
         infos = self.infos = self._listed()
         found: dict[str, Stamp] = {}
         for name in filter(CHECKPOINT.fullmatch, infos):
             parts: list[Any] = []
+            # A new manifest beside an old checkpoint is a change too: it may be complete only now.
             for info in (infos[part] for part in (name, _manifest_of(name)) if part in infos):
                 change = next((info[key] for key in CHANGES if info.get(key)), "")
                 parts += [str(change), info.get("size", 0)]
@@ -152,7 +149,6 @@ class Bucket(RemoteSource):
         return found
 
     def fetch(self, name: str, stamp: Stamp) -> None:
-        """Write an object and its manifest into the cache."""
         try:
             for part in (name, _manifest_of(name)):
                 if part in self.infos:
@@ -208,7 +204,6 @@ class RegisteredModel(RemoteSource):
             raise Unreachable(f"{url} cannot be opened: {error}") from error
 
     def stamps(self) -> dict[str, Stamp]:
-        """Return number and date of the version that the alias names."""
         try:
             found = self.client.get_model_version_by_alias(self.model, self.alias)
         except Exception as error:  # of any store
@@ -217,7 +212,6 @@ class RegisteredModel(RemoteSource):
         return {f"{self.model}-v{number}.ckpt": (number, found.creation_timestamp)}
 
     def fetch(self, name: str, stamp: Stamp) -> None:
-        """Write the only checkpoint of a version into the cache."""
         try:
             self.download(f"models:/{self.model}/{stamp[0]}", dst_path=str(self.cache))
         except Exception as error:  # of any store

@@ -72,12 +72,10 @@ class Suite:
 
     @property
     def names(self) -> list[str]:
-        """The names of the results."""
         attacks = [name for evaluation in self.evaluations for name in evaluation.attacks]
         return [CLEAN, *attacks, WORST]
 
     def evaluate(self, after_batch: Callable[[], None]) -> list[tuple[Result, Scores]]:
-        """Evaluate the current module."""
         for evaluation in self.evaluations:
             evaluation.after_batch = after_batch
         run = self.run

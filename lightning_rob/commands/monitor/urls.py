@@ -65,22 +65,21 @@ def receiver_name(url: str) -> str:
 
 def check_destinations(urls: Sequence[str]) -> None:
     """Refuse URLs that cannot be notified; no error contains a secret."""
-    wanted = "--notify takes a URL such as https://host/path"
     hosts = set()
     for url in urls:
         try:
             parts = urlsplit(url)
-            _ = parts.port if parts.scheme in WEB else None  # an error for one that is no number
-        except ValueError:
-            raise ValueError(f"{wanted}, in ASCII without spaces") from None
-        is_web = parts.scheme in WEB
-        host = parts.netloc.rpartition("@")[2] if is_web else ""
+            is_web = parts.scheme in WEB
+            host = parts.netloc.rpartition("@")[2] if is_web else ""
+            complete = bool(parts.hostname) and parts.port != 0 if is_web else bool(parts.scheme)
+        except ValueError:  # such as of a port that is no number
+            complete = False
         readable = url.isascii() and url.isprintable() and " " not in url and "://" in url
-        if not (readable and parts.scheme and HOST.fullmatch(host)):
+        if not (complete and readable and HOST.fullmatch(host)):
             # A host of other characters, which is printed, might hold a part of the path.
-            raise ValueError(f"{wanted}, in ASCII without spaces")
-        if is_web and not parts.hostname:
-            raise ValueError(f"{wanted}, got one without a host")
+            raise ValueError(
+                "--notify takes a URL such as https://host/path, in ASCII without spaces"
+            )
         if is_web and "@" in parts.netloc:
             raise ValueError(
                 f"--notify {public_name(url)} has user info, which every user of the machine can "

@@ -23,8 +23,6 @@ from lightning_rob.commands.report.runs import Run, find_runs
 from lightning_rob.commands.report.sections import comparison, run_section
 from lightning_rob.runtime.errors import visible
 
-__all__ = ["report", "run"]
-
 
 @dataclass(frozen=True)
 class ReportConfig(CommandConfig):

@@ -75,7 +75,6 @@ class Code(NamedTuple):
 
     @property
     def fence(self) -> str:
-        """The backticks."""
         return "`" * max(3, 1 + max(map(len, re.findall("`+", self.text)), default=0))
 
 

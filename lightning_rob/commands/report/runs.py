@@ -104,7 +104,6 @@ class Evaluations:
         return []
 
     def series(self, stage: str = "val") -> dict[Key, list[AttackResult]]:
-        """Return the results of each attack by epoch."""
         return by_line(results for _, results in sorted(self.by_stage.get(stage, {}).items()))
 
 
@@ -128,7 +127,6 @@ class Run:
 
     @property
     def data(self) -> str:
-        """The class of the data, such as "MNIST"."""
         return class_name(setting(self.config, "data", "class_path"))
 
     @property
@@ -201,6 +199,13 @@ def read_run(folder: Path) -> Run:
     for _, fields in found:
         if "variable" not in fields:
             kinds.setdefault(fields.get("kind"), []).append(fields)
+    try:
+        path = folder / AUDIT  # a pipe of this name would never end
+        audit = json.loads(path.read_text(errors="replace")) if path.is_file() else {}
+    except (OSError, ValueError, RecursionError):
+        audit = {}
+    is_audit = isinstance(audit, dict) and isinstance(audit.get("findings"), list)
+    is_audit = is_audit and (audit.get("schema"), audit.get("kind")) == (SCHEMA, "audit")
     recipe = folder / "config.yaml"
     text = recipe.read_text(errors="replace") if recipe.is_file() else ""
     try:
@@ -216,24 +221,12 @@ def read_run(folder: Path) -> Run:
         overfitting=_last(kinds.get("overfitting", ()), "name"),
         sweep=[fields for _, fields in found if "variable" in fields],
         monitor=list(records_in(folder / MONITOR)),
-        audit=_audit(folder / AUDIT),
+        audit=audit if is_audit else {},
         others={stem: fields for stem, fields in found if fields.get("kind") == "gallery"},
         recipe=text,
         config=config if isinstance(config, dict) else {},
         pictures=sorted(filter(Path.is_file, folder.glob("*.png"))),
     )
-
-
-def _audit(path: Path) -> Fields:
-    try:
-        # A pipe of this name would never end.
-        found = json.loads(path.read_text(errors="replace")) if path.is_file() else {}
-    except (OSError, ValueError, RecursionError):
-        return {}
-    is_audit = isinstance(found, dict) and found.get("schema") == SCHEMA
-    if is_audit and found.get("kind") == "audit" and isinstance(found.get("findings"), list):
-        return dict(found)
-    return {}
 
 
 def _last(records: Iterable[Fields], *names: str) -> list[Fields]:

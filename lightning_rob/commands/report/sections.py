@@ -78,6 +78,7 @@ def comparison(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Block]:
     rows: list[tuple[Run, str, Results]] = []
     for run, name in zip(runs, names, strict=True):
         final = run.evaluations.last()
+        # The clean accuracy of a part of a defense is not that of the run.
         shown = [r for r in final if r.target == WHOLE or r.name != "clean"]
         by_column: Results = {(*r.key, listed(sorted(threats(r, final)))): r for r in shown}
         rows += [(run, name, by_column)] if by_column else []
@@ -198,16 +199,14 @@ def _audit(audit: Fields, level: int) -> Iterator[Block]:
     if not loud:
         yield Paragraph("Nothing suspicious was found.")
     attacks = audit.get("attacks", [])
-    rows = [[fields["name"], fields.get("ball", ""), _shaded(fields)] for fields in attacks]
+    rows = [
+        [f["name"], f.get("ball", ""), accuracy_cell(f.get("accuracy"), f.get("interval"), True)]
+        for f in attacks
+    ]
     caption = f"Accuracy on {attacks[0]['n'] if attacks else 0:,} test images"
     yield table(caption, ["attack", "within", "accuracy>"], rows, kind="matrix")
     rest = [[f["name"], f["severity"], f["text"]] for f in audit["findings"] if f not in loud]
     yield Details("Other checks", [table("", ["check", "severity", "finding"], rest)])
-
-
-def _shaded(fields: Fields) -> Cell:
-    """Return the accuracy of a record as a shaded cell; null says that no image was attacked."""
-    return accuracy_cell(fields.get("accuracy"), fields.get("interval"), shaded=True)
 
 
 def _sweeps(records: Sequence[Fields], level: int) -> Iterator[Block]:
@@ -275,7 +274,8 @@ def votes(records: Sequence[Fields], level: int) -> Iterator[Block]:
     cells: dict[tuple[Any, ...], dict[str, Cell]] = {}
     for fields in records:
         row = tuple(fields.get(key) for key in ("name", "ensemble", "members", "dissimilarity"))
-        cells.setdefault(row, {})[str(fields["rule"])] = _shaded(fields)
+        accuracy = accuracy_cell(fields.get("accuracy"), fields.get("interval"), shaded=True)
+        cells.setdefault(row, {})[str(fields["rule"])] = accuracy
     rules = list(dict.fromkeys(str(fields["rule"]) for fields in records))
     rows = [
         [*names, f"{distance:.3f}" if distance else "", *(by_rule.get(rule, "") for rule in rules)]

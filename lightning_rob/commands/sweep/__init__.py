@@ -18,18 +18,11 @@ class Value:
 
     number: float
     label: str
-    probs: tuple[float, ...] = ()  # of all members, where they are not those of the number
-
-
-OPTIMAL = Value(-1.0, "optimal")  # the probabilities that `optimal_sampling` finds
 
 
 def parse_values(over: str, text: str) -> tuple[Value, ...]:
-    """Return the values of a list such as "1/255,2/255" or "0.5:1:0.1,optimal", each once."""
+    """Return the values of a list such as "1/255,2/255" or "0.5:1:0.1", each once."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    if over == "probability" and OPTIMAL.label in parts:
-        others = ",".join(part for part in parts if part != OPTIMAL.label)
-        return (*(parse_values(over, others) if others else ()), OPTIMAL)
     numbers = [number for part in parts for number in _numbers(part)]
     if not numbers:
         raise ValueError(f"--values must name at least one value, such as 1,2,4, got {text!r}")
@@ -75,16 +68,12 @@ class SweepConfig(SpreadConfig):
           --values 0.5:1:0.05 --best adaptive_pgd \
           --trainer.callbacks+=adaptive_pgd --trainer.callbacks+=arc
 
-    The probability "optimal" is found on validation images, under the attack of --best or
-    the first one; it sets all members' probabilities.
-
     The same command again resumes. A recorded result is used only if weights, attack,
     data, seed and versions are the same.
 
     Args:
         over: probability, members, eps, steps or neighbours
-        values: numbers, fractions, ranges start:stop:step, such as 1/255,2/255;
-            over probability also optimal
+        values: numbers, fractions, ranges start:stop:step, such as 1/255,2/255
         best: the attack under which to find the best value for the defense; over steps or
             neighbours the value at which that attack is strongest
         out: for sweep.jsonl, .md and .png; else sweeps/CHECKPOINT_FINGERPRINT_VARIABLE
@@ -111,5 +100,4 @@ class SweepConfig(SpreadConfig):
 
     @property
     def points(self) -> tuple[Value, ...]:
-        """The values, in the order of the table."""
         return parse_values(str(self.over), str(self.values))

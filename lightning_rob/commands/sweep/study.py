@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback
 
-from lightning_rob.attacks import Attack, Strongest
+from lightning_rob.attacks import Attack
 from lightning_rob.attacks.nested import init_fields, map_attacks, walk
 from lightning_rob.callbacks import RobustEval
 from lightning_rob.callbacks.measurement import Measurement, measure
 from lightning_rob.callbacks.robust_eval import full_defense
 from lightning_rob.commands.base import Run, without_reporting
 from lightning_rob.commands.scores import ScoreFiles, Scores, scores_by_name
-from lightning_rob.commands.sweep import OF_DEFENSE, OPTIMAL, SweepConfig, Value
+from lightning_rob.commands.sweep import OF_DEFENSE, SweepConfig, Value
 from lightning_rob.commands.sweep.table import Row, SweepTable
 from lightning_rob.defenses import Defense, Ensemble
-from lightning_rob.evaluation import optimal_sampling, worst_case
+from lightning_rob.evaluation import worst_case
 from lightning_rob.evaluation.records import Result, append_records, measured, versions
 from lightning_rob.evaluation.results import WORST
 from lightning_rob.runtime.errors import Fault, visible
@@ -85,6 +85,7 @@ def changed(defense: Defense, over: str, value: float) -> Defense:
     if over == "probability":
         if len(probs) == 1 and value != 1:
             raise ValueError("a sweep over probability needs at least 2 members, got 1")
+        # Where they have no probability, they share the rest equally.
         others = probs[1:] if probs[1:].sum() > 0 else torch.ones_like(probs[1:])
         rest = (1 - value) * others / others.sum()
         probs = torch.cat([torch.full_like(probs[:1], value), rest])
@@ -106,18 +107,11 @@ class Target:
     over: str
     value: float
     source: RobustEval
-    probs: tuple[float, ...] = ()
 
     def __call__(self, defense: Defense) -> Defense:
-        """Return the attacked part of the changed defense."""
-        if self.probs:
-            device = defense.weights.device
-            found = Ensemble(defense.classifiers, self.probs, rejects=defense.rejects)
-            return self.source.target(found.to(device))
         return self.source.target(changed(defense, self.over, self.value))
 
     def attacks(self) -> dict[str, Attack]:
-        """Return the callback's attacks with the value."""
         if self.over in OF_DEFENSE:
             return dict(self.source.attacks)
         return {n: with_value(a, self.over, self.value) for n, a in self.source.attacks.items()}
@@ -156,9 +150,7 @@ def measurement_plan(config: SweepConfig, callbacks: Sequence[RobustEval], run: 
     settings, plan = run.settings(), []
     # Every defense and attack is built before the first is measured: a misfit shows at once.
     for value in config.points:
-        if value is OPTIMAL:
-            value = _optimal(config, callbacks, run)
-        targets = [Target(over, value.number, callback, value.probs) for callback in callbacks]
+        targets = [Target(over, value.number, callback) for callback in callbacks]
         tasks = [task for target in targets for task in _tasks(target, run, settings)]
         plan.append((value, tasks))
     first = plan[0][1]
@@ -167,42 +159,6 @@ def measurement_plan(config: SweepConfig, callbacks: Sequence[RobustEval], run: 
     if config.best and config.best not in names:
         raise ValueError(f"choose --best from {', '.join(names)}, got {config.best!r}")
     return plan
-
-
-def _optimal(config: SweepConfig, callbacks: Sequence[RobustEval], run: Run) -> Value:
-    """Return the probabilities that keep the highest accuracy on validation images."""
-    sources = {n: c for c in callbacks if c.target is full_defense for n in c.attacks}
-    if not sources:
-        raise ValueError("optimal probabilities need an attack on the full defense")
-    name = config.best or next(iter(sources))
-    source, defense = sources.get(name, next(iter(sources.values()))), run.defense
-    attacks = {n: c.attacks[n] for n, c in sources.items()}
-    if name == WORST:
-        attacks[WORST] = Strongest(tuple(attacks.values()))
-    if name not in attacks:  # clean images, or an attack on a part of the defense
-        raise ValueError(f"optimal probabilities need --best of {', '.join(attacks)}, got {name}")
-    run.data.setup("fit")
-    found = optimal_sampling(
-        defense,
-        attacks[name],
-        run.data.val_dataloader(),
-        seed=source.settings.seed,
-        max_images=source.settings.max_images,
-        unpack=source.inputs.unpack,
-    )
-    if run.trainer.is_global_zero:
-        own = defense.weights.tolist()
-        print(
-            f"optimal probabilities under {name}, {found.images} validation images: "
-            f"{_listed(found.probs.tolist())} keep {found.accuracy:.1%}, "
-            f"{_listed(own)} keep {found.trail[0, -1]:.1%}, none keep more than {found.bound:.1%}"
-        )
-    probs = tuple(found.probs.tolist())
-    return Value(probs[0], f"optimal: {_listed(probs)}", probs)
-
-
-def _listed(probs: Sequence[float]) -> str:
-    return ", ".join(f"{p:.3g}" for p in probs)
 
 
 def _tasks(target: Target, run: Run, settings: dict[str, Any]) -> Iterator[Task]:
@@ -219,6 +175,7 @@ def _tasks(target: Target, run: Run, settings: dict[str, Any]) -> Iterator[Task]
         specs = {}
         if attack:
             specs = {"attack": attack_spec(attack), "threat": attack_spec(attack.threat)}
+        # The key leaves out the value swept: tasks that it does not change are measured once.
         place = {"variable": target.over, "value": target.value, "stage": "test"}
         details = place | specs | shared | {"versions": settings["versions"]}
         yield Task(name, attack, target, details, cache_key(name=name, **specs, **depends))

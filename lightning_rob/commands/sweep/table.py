@@ -36,7 +36,6 @@ class SweepTable:
 
     @property
     def over(self) -> str:
-        """The variable's name."""
         return str(self.config.over)
 
     @property
@@ -95,7 +94,6 @@ class SweepTable:
         return f"{caption}; * lowest of its column: there the attack is strongest"
 
     def images(self) -> str:
-        """Return the number of evaluated images; several if the callbacks differ in it."""
         counts = (str(result.n) for row in self.table.values() for result in row.values())
         return ", ".join(dict.fromkeys(counts))
 
@@ -117,7 +115,6 @@ class SweepTable:
         return "\n\n".join(parts) + "\n"
 
     def figure(self) -> Figure:
-        """Draw one line per attack."""
         of_255 = all(value.label.endswith("/255") for value in self.table)
         lines = []
         for name in self.names:
@@ -146,7 +143,6 @@ class SweepTable:
         console.print(table)
 
     def write(self, folder: Path) -> None:
-        """Print the table, and write it and the figure to the folder."""
         self.show(Console())
         # `sweep.jsonl` may hold other sweeps, so a record of its own says what this table has.
         points = [

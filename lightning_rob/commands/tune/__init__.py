@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from lightning_rob.commands.config import CommandConfig
+from lightning_rob.commands.config import SpreadConfig
 
 
 @dataclass(frozen=True)
-class TuneConfig(CommandConfig):
+class TuneConfig(SpreadConfig):
     """Search the values of a recipe's keys that make short trainings of it score best.
 
     The search is Bayesian optimization: Gaussian process, upper confidence bound.
@@ -26,8 +26,9 @@ class TuneConfig(CommandConfig):
         random: random trials before the optimizer proposes (12)
         seed: of the search and, with the trial's number, of its training
         out: for trials.jsonl, best.yaml, convergence.png; else tuning/RECIPE
-        ray: run trials through Ray Tune: pip install 'lightning-rob[ray]'
-        concurrent: N trials at a time, with --ray (2)
+        workers: processes on this machine, each with a trial of its own at a time
+        ray: workers of a Ray cluster in their place: RAY_ADDRESS, or this machine
+        part: i/n, the i-th of the next n trials alone, in an array of jobs
     """
 
     positional: ClassVar[str] = ""
@@ -41,13 +42,10 @@ class TuneConfig(CommandConfig):
     random: int | None = None
     seed: int = 2020  # of the authors' search
     out: Path | None = None
-    ray: bool = False
-    concurrent: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.space is None:
             raise ValueError(
                 "say what to search: --space FILE, such as configs/spaces/tune_digits.yaml"
             )
-        if self.concurrent is not None and (not self.ray or self.concurrent < 1):
-            raise ValueError(f"--concurrent needs --ray and at least 1, got {self.concurrent}")

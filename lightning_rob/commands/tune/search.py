@@ -2,8 +2,10 @@
 
 import gc
 import os
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from lightning_rob.recipes.trust import OPTION, allowed
 from lightning_rob.runtime.errors import visible
 from lightning_rob.runtime.files import atomic_write_text
 from lightning_rob.runtime.identity import cache_key
+from lightning_rob.runtime.spread import spread
 
 QUIET = {
     "trainer.logger": False,
@@ -51,10 +54,8 @@ def run(config: TuneConfig, run: Run, build: Build) -> None:
     if run.trainer.world_size > 1:
         raise ValueError(
             f"a trial runs on one device, got {run.trainer.world_size}: add --trainer.devices=1; "
-            "--ray makes several trials at a time"
+            "--workers and --ray make several trials at a time"
         )
-    if config.ray:
-        from lightning_rob.commands.tune.ray import run_with_ray  # needs an extra
     out = config.out or Path("tuning") / run.name
     file = config.space or Path()  # which the config has checked
     content = load_file(file, "a search space")
@@ -84,8 +85,12 @@ def run(config: TuneConfig, run: Run, build: Build) -> None:
         print(f"{count} trial {trial.number}: {outcome} ({trial.seconds:.0f} s){text}")
 
     study = Study(search, record, training, report)
-    if config.ray:
-        run_with_ray(study, config.concurrent or 2)
+    if config.part:
+        study.run_part(*map(int, config.part.split("/")))
+        return
+    if config.processes:
+        args = shlex.split(run.command)[1:]
+        study.run_rounds(config.processes, partial(spread, args, config.processes, config.ray > 0))
     else:
         study.run()
     write_outcome(study, run, out)

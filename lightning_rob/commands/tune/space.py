@@ -56,7 +56,6 @@ class Space:
 
     @classmethod
     def read(cls, content: Any) -> "Space":
-        """Build the space from a YAML file's content."""
         given = content if isinstance(content, dict) else {}
         if unknown := [name for name in given if name not in SECTIONS]:
             raise ValueError(f"sections are {', '.join(SECTIONS)}, got {unknown[0]!r}")
@@ -64,6 +63,7 @@ class Space:
         for name, section in mappings.items():
             if not isinstance(section, dict):
                 raise ValueError(f"{name} must be a mapping, got {section!r}")
+        # All is checked here: a trial would only find out after its training.
         variables, objective, trial, budget = mappings.values()
         if not (variables and objective):
             raise ValueError("it needs variables and an objective, such as {val/robust/pgd: 1.0}")
@@ -90,11 +90,9 @@ class Space:
         return cls(bounds, weights, trial, prune, Budget(**budget))
 
     def initial(self, recipe: Any) -> Point:
-        """Return the values of the variables in a recipe."""
         return {key: _number(key, value_at(recipe, key)) for key in self.variables}
 
     def contains(self, point: Point) -> bool:
-        """Whether all values are within their bounds."""
         return all(b[0] <= point[key] <= b[1] for key, b in self.variables.items())
 
     def score(self, metrics: Mapping[str, float]) -> float:

@@ -39,7 +39,6 @@ class Search:
 
     @property
     def initial(self) -> int:
-        """The number of trials before the optimizer proposes."""
         return 1 + self.budget.random
 
     def propose(
@@ -155,12 +154,11 @@ class Record:
 
     @property
     def ended(self) -> list[Trial]:
-        """The trials by number."""
         return [self.trials[number] for number in sorted(self.trials)]
 
     @property
     def best(self) -> Trial | None:
-        """The first trial with the highest objective; a stopped one has no final objective."""
+        # A stopped trial has no final objective.
         found = [t for t in self.ended if t.objective is not None and not t.stopped]
         return max(found, key=lambda trial: trial.objective or 0.0, default=None)
 
@@ -180,27 +178,53 @@ class Study:
     report: Callable[[Trial], None] = lambda _: None
 
     def run(self) -> None:
-        """Run one trial after the other."""
-        while proposal := self.next():
-            self.add(attempt(self.evaluate, *proposal))
+        while proposals := self.next():
+            self.add(attempt(self.evaluate, *proposals[0]))
 
-    def next(self, pending: Sequence[tuple[int, Point]] = ()) -> tuple[int, Point] | None:
-        """Return number and values of the next trial; None when the study is finished."""
-        ended, budget, running = self.record.ended, self.search.budget, dict(pending)
+    def run_rounds(self, size: int, start: Callable[[], Sequence[str]]) -> None:
+        """Run `size` trials at a time.
+
+        `start` has a process each do `run_part`, and returns for each why it failed.
+        """
+        while proposals := self.next(size):
+            for proposal, problem in zip(proposals, start(), strict=False):
+                failed = Trial(*proposal, {}, 0.0, error=problem)
+                self.add(next(self._ended_parts(*proposal), failed))
+
+    def run_part(self, place: int, size: int) -> None:
+        """Run the trial at a place, from 1, of the next round, and leave it to `run_rounds`."""
+        # The record does not change within a round, so that all parts see the same proposals.
+        for proposal in self.next(size)[place - 1 : place]:
+            if not any(self._ended_parts(*proposal)):
+                trial = attempt(self.evaluate, *proposal)
+                Record(self._path_of_part(trial.number), self.record.study).add(trial)
+
+    def _path_of_part(self, number: int) -> Path:
+        return self.record.path.parent / "trials" / f"{number:04}" / "trial.jsonl"
+
+    def _ended_parts(self, number: int, values: Point) -> Iterator[Trial]:
+        """Yield what processes have left of a trial."""
+        for key, trial in read_trials(self._path_of_part(number)):
+            if key == self.record.study and trial.values == values:
+                yield trial
+
+    def next(self, size: int = 1) -> list[tuple[int, Point]]:
+        """Return number and values of the next trials, at most `size`; none at the end."""
+        ended, budget = self.record.ended, self.search.budget
         enough = len(ended) >= min(self.search.initial, budget.trials)
         if enough and all(trial.error is not None for trial in ended):
             raise ValueError(f"all {len(ended)} trials failed, the last by {ended[-1].error}")
         known = [(trial.values, trial.objective) for trial in ended]
-        full = len(ended) + len(running) >= budget.trials
-        if full or budget.is_finished([objective for _, objective in known]):
-            return None
+        if budget.is_finished([objective for _, objective in known]):
+            return []
         # A trial that was lost with its process leaves a gap, which is filled first.
-        taken = {*self.record.trials, *running}
-        number = next(n for n in range(budget.trials) if n not in taken)
-        return number, self.search.propose(number, known, [*running.values()])
+        missing = [n for n in range(budget.trials) if n not in self.record.trials]
+        proposals: dict[int, Point] = {}
+        for number in missing[:size]:
+            proposals[number] = self.search.propose(number, known, [*proposals.values()])
+        return [*proposals.items()]
 
     def add(self, trial: Trial) -> None:
-        """Score a trial and record it."""
         if trial.error is None:
             try:
                 objective = self.search.space.score(trial.metrics)

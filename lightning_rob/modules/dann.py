@@ -1,4 +1,4 @@
-"""Training of the networks of the transductive defenses DANN and TADV as ordinary runs."""
+"""Training of the network of the transductive defense DANN as an ordinary run."""
 
 from collections.abc import Callable
 from typing import Any, final
@@ -9,10 +9,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
-from lightning_rob.attacks import Attack
 from lightning_rob.defenses import Single
 from lightning_rob.defenses.dann import check_parts, domain_adversarial_loss, reversal_weight
-from lightning_rob.defenses.tadv import check_fraction, half_adversarial
 from lightning_rob.modules.base import RobustModule
 
 
@@ -73,36 +71,3 @@ class DANN(RobustModule):
         """Return alpha of this step, from the trainer's counters alone: a resumed run continues."""
         progress = self.trainer.global_step / self.trainer.estimated_stepping_batches
         return reversal_weight(progress, self.scale)
-
-
-@final
-class TADV(RobustModule):
-    """Train on batches half clean, half adversarial, like the networks of TADV (Chen et al. 2022).
-
-    One run fits one network, the base model of `lightning_rob.defenses.TADV`, with the loss that
-    the defense minimises for each test batch. `AdversarialTraining(fraction=0.5)` differs in which
-    images of a batch it attacks and, for batches of odd size, in the weights of the two parts.
-
-    Args:
-        net: builds the network, [B, C, H, W] -> [B, K].
-        attack: makes the adversarial images.
-        fraction: share of each batch that is attacked, in (0, 1]: its last images; also their
-            weight.
-    """
-
-    def __init__(
-        self,
-        net: Callable[[], nn.Module],
-        attack: Attack,
-        fraction: float = 0.5,
-        optimizer: OptimizerCallable = torch.optim.Adam,
-        lr_scheduler: LRSchedulerCallable | None = None,
-    ) -> None:
-        super().__init__(optimizer, lr_scheduler)
-        check_fraction(fraction)
-        self.defense = Single(net())
-        self.attack = attack
-        self.fraction = fraction
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return half_adversarial(self.defense, x, y, self.attack, self.fraction, self.noise)
