@@ -61,9 +61,14 @@ def images(data, train, most):
     return torch.stack(x), torch.tensor(y)
 
 
-def trained(data, threat, epochs, standard):
+def two_layers(pixels):
+    return nn.Sequential(nn.Flatten(), nn.Linear(pixels, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def trained(data, threat, epochs, standard, small):
     torch.manual_seed(SEED)
-    net, (x, y) = SmallCNN(channels=DATA[data][1]), images(data, train=True, most=5000)
+    x, y = images(data, train=True, most=5000)
+    net = two_layers(x[0].numel()) if small else SmallCNN(channels=DATA[data][1])
     attack = PGD(threat, 5, threat.eps / 3)
     optimizer = torch.optim.Adam(net.parameters(), 3e-3)
     for _ in range(epochs):
@@ -142,6 +147,7 @@ def main():
     parser.add_argument("--images", type=int, default=200)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--standard", action="store_true")
+    parser.add_argument("--two_layers", action="store_true", help="in place of the SmallCNN")
     parser.add_argument("--net")
     parser.add_argument("--only", nargs="+", default=list(PACKAGES), choices=list(PACKAGES))
     options = parser.parse_args()
@@ -149,7 +155,7 @@ def main():
     if options.net:
         net = lightning_rob.load(options.net).net.eval().requires_grad_(False)
     else:
-        net = trained(options.data, threat, options.epochs, options.standard)
+        net = trained(options.data, threat, options.epochs, options.standard, options.two_layers)
     x, y = images(options.data, train=False, most=options.images)
     print(f"{options.data}, {threat}, {len(x)} images, torch {torch.__version__}")
     clean = float((net(x).argmax(1) == y).float().mean())

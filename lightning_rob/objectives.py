@@ -163,7 +163,8 @@ def _min_over_draws(weights: Tensor, values: Tensor) -> Tensor:
     return values.masked_fill(never_drawn, torch.inf).amin(0)
 
 
-def _margin(logits: Tensor, y: Tensor) -> Tensor:
+def margin(logits: Tensor, y: Tensor) -> Tensor:
+    """Compute the largest wrong logit minus the label's: [..., B, K], [B] -> [..., B]."""
     right, wrong = _split(logits, y)
     return wrong.amax(-1) - right
 
@@ -216,19 +217,19 @@ def ce_of_mean_logits(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
 @Objective
 def linear(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     """Compute the largest wrong logit minus the label's, on mean logits."""
-    return _margin(expectation(weights, logits), y)
+    return margin(expectation(weights, logits), y)
 
 
 @partial(Objective, reduction="mean")
 def expected_margin(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     """Compute the mean over draws of the largest wrong logit minus the label's ("expected h")."""
-    return expectation(weights, _margin(logits, y))
+    return expectation(weights, margin(logits, y))
 
 
 @partial(Objective, reduction="min")
 def worst_margin(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     """Compute the smallest margin of the draws of positive weight."""
-    return _min_over_draws(weights, _margin(logits, y))
+    return _min_over_draws(weights, margin(logits, y))
 
 
 @partial(Objective, reduction="mean")
@@ -242,7 +243,7 @@ def expected_dlr(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
         raise ValueError(f"DLR needs three classes or more, the defense has {logits.shape[-1]}")
     top = logits.topk(3).values
     spread = top[..., 0] - top[..., 2] + guard(top, DLR_GUARD)
-    return expectation(weights, _margin(logits, y) / spread)
+    return expectation(weights, margin(logits, y) / spread)
 
 
 def targeted_dlr(target: Tensor) -> Objective:

@@ -189,7 +189,7 @@ class AutoAttack(Attack):
         self, work: Work, target: Defense, left: ActiveBatch, x: Tensor, noise: Generator
     ) -> Tensor:
         """Work on `batch_size` of the images [b, C, H, W] at a time, all of them still right."""
-        size = self.batch_size or images_at_once(x)
+        size = self.batch_size or images_at_once(x, target)
         with restricted_to(target, left.index):
             return run_in_chunks(work, size, target, x, left.y, noise)
 

@@ -155,7 +155,7 @@ class Attack(Counted, ABC):
         restore = restoring(generator)
         with attacking(defense), entered(backward, defense):  # in place: it is a working copy
             separable = is_batch_separable(self, defense)
-            size = len(x) if self.splits_batches or not separable else images_at_once(x)
+            size = len(x) if self.splits_batches or not separable else images_at_once(x, defense)
             perturb: Work = self.perturb
             # A defense may also hide that it rejects, from an outer attack.
             if defense.may_reject or behind_labels(defense):

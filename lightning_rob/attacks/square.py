@@ -14,7 +14,7 @@ from lightning_rob.attacks.budget import PassCount
 from lightning_rob.attacks.foreign import scores
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.per_image import restricted_to
-from lightning_rob.objectives import check_logits, linear
+from lightning_rob.objectives import check_logits, margin
 from lightning_rob.randomness import Generator, uniform
 from lightning_rob.runtime.errors import at_least
 from lightning_rob.threat import Threat, choose, divisor, guard, scale
@@ -99,10 +99,10 @@ class Square(Attack):
             rows, candidate = self._propose(walk, query)
             if len(rows):
                 noise, before = derived(rows_of(walk.generator, rows), query), walk.margin[rows]
-                margin = self._margin(defense, candidate, walk, noise, rows)
-                keep = margin < before
+                after = self._margin(defense, candidate, walk, noise, rows)
+                keep = after < before
                 best = choose(keep, candidate, walk.best[rows])
-                walk.best[rows], walk.margin[rows] = best, torch.where(keep, margin, before)
+                walk.best[rows], walk.margin[rows] = best, torch.where(keep, after, before)
         x_final[walk.index] = walk.best
         return x_final
 
@@ -121,8 +121,7 @@ class Square(Attack):
             values = scores(defense, x, noise, self.draws)
         if check:
             check_logits(values[None], y)
-        margin = -linear(values[None], values.new_ones(1), y)
-        return margin.masked_fill(values.argmax(-1) != y, -torch.inf)
+        return (-margin(values, y)).masked_fill(values.argmax(-1) != y, -torch.inf)
 
     def _random(self, walk: "Walk") -> Tensor:
         """Return random images [b, C, H, W] to start from."""

@@ -89,8 +89,10 @@ class Defense(nn.Module, ABC):
         Args:
             draws: how often a random defense is sampled; None samples it as for a prediction.
         """
-        logits = torch.cat([self.logits(x, generator) for _ in range(draws or 1)])
-        return logits, self.weights.repeat(draws or 1) / (draws or 1)
+        if draws is None or draws == 1:
+            return self.logits(x, generator), self.weights
+        logits = torch.cat([self.logits(x, generator) for _ in range(draws)])
+        return logits, self.weights.repeat(draws) / draws
 
     def forward(self, x: Tensor, generator: Generator = None) -> Tensor:
         """Predict: [B, C, H, W] -> [B, K], the probability of each class."""

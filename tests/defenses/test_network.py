@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_rob.attacks import ARC, PGD, DeepFool, InsideBounds, WithBackward
+from lightning_rob.attacks import APGD, ARC, PGD, DeepFool, InsideBounds, WithBackward
 from lightning_rob.audit.auditor import audit
 from lightning_rob.defenses import (
     DENT,
@@ -147,6 +147,24 @@ def test_torchscript_and_compiled_networks(made, tmp_path):
     reports = [audit(Single(model), x, y, THREAT, queries=20) for model in (plain, net)]
     flags = [[(one.name, one.severity) for one in report.findings] for report in reports]
     assert flags[1] == flags[0]
+
+
+def test_a_compiled_network_is_not_compiled_again_for_each_number_of_images():
+    """Images leave at their own steps; torch compiles a second time, for any number."""
+    compilations = []
+
+    def backend(graph, inputs):
+        compilations.append(graph)
+        return graph.forward
+
+    net, sizes = torch.compile(trained_net(1).eval(), backend=backend), set()
+    net.register_forward_hook(lambda _, inputs, __: sizes.add(len(inputs[0])))
+    x, y = images(40, seed=5)
+    for attack in (PGD(THREAT, 10, THREAT.eps / 5, early_stop=True), APGD(THREAT, 20)):
+        for n in (40, 33):
+            attack(Single(net), x[:n], y[:n])
+    assert len(sizes) > 5
+    assert len(compilations) <= 3
 
 
 def test_a_classifier_of_hugging_face():
