@@ -88,7 +88,7 @@ def read_command_line(command: str, *args: str) -> CommandLine:
     if unnamed and find_recipe(unnamed[0]) and not Path(unnamed[0]).exists():
         raise InputError(f"{unnamed[0]} is a recipe: --config {unnamed[0]}")
     joined = [arg if arg.startswith("-") else f"--{name}={arg}" for arg in joined]
-    # What a recipe may import is settled here, before any recipe is read.
+    # The packages that a recipe may import from are settled before any recipe is read.
     allowed = [arg.partition("=")[2] for arg in joined if arg.partition("=")[0] == OPTION]
     joined = [arg for arg in joined if arg.partition("=")[0] != OPTION]
     known = {*OF_RUN, *PARTS, *(option.removeprefix("--") for option in kinds)}

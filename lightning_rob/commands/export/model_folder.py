@@ -164,7 +164,7 @@ def metadata(title: str, found: Iterable[tuple[str, list[AttackResult]]]) -> str
         for row in rows:
             within = ", ".join([row.name, *threats(row, rows)])
             name = "accuracy" if row.name == "clean" else f"robust accuracy ({within})"
-            # Whoever sorts models by these numbers takes them for those of the whole defense.
+            # Readers who sort models by these numbers take them for those of the whole defense.
             if row.target == WHOLE and math.isfinite(row.accuracy):
                 value = round(row.accuracy, 4)
                 metrics.append({"type": "accuracy", "name": name, "value": value})

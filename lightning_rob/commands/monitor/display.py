@@ -47,7 +47,7 @@ class Display:
             changed = f"-{len(lost)} +{len(won)} {p}"
         name = self.prefix + visible(name)
         row = ROW.format(
-            # The end of a name tells checkpoints apart, its start the runs.
+            # Checkpoints of a run differ in the end of their names.
             name if len(name) <= 24 else f"{name[:11]}…{name[-12:]}",
             event["epoch"],
             event["step"],

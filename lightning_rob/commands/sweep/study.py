@@ -175,7 +175,7 @@ def _tasks(target: Target, run: Run, settings: dict[str, Any]) -> Iterator[Task]
         specs = {}
         if attack:
             specs = {"attack": attack_spec(attack), "threat": attack_spec(attack.threat)}
-        # The value swept is no part of the key: tasks that it does not change are measured once.
+        # The key is without the value swept: tasks that it does not change are measured once.
         place = {"variable": target.over, "value": target.value, "stage": "test"}
         details = place | specs | shared | {"versions": settings["versions"]}
         yield Task(name, attack, target, details, cache_key(name=name, **specs, **depends))
