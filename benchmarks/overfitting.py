@@ -2,7 +2,7 @@
 
     python benchmarks/overfitting.py                # simulated validations, 10 minutes
     python benchmarks/overfitting.py --fit          # digits, 5 minutes
-    python benchmarks/overfitting.py --fit --train 500 --epochs 40 --width 16
+    python benchmarks/overfitting.py --fit --train 500 --epochs 40
 
 Simulated: each image has a margin, a part of which moves from epoch to epoch with correlation rho;
 it is right where the margin is positive. "naive" compares the epoch that is best on all images with
@@ -133,7 +133,7 @@ if __name__ == "__main__":
     parser.add_argument("--train", type=int, default=200)
     parser.add_argument("--epochs", type=int, default=120)
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--width", type=int, default=32)
+    parser.add_argument("--width", type=int, default=16)
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.fit:

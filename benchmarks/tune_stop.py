@@ -1,6 +1,6 @@
 """What stopping trials below the median costs and saves in `tune`, on simulated trainings.
 
-    python benchmarks/tune_stop.py --seeds 20      # ten minutes on a core
+    python benchmarks/tune_stop.py --seeds 20      # four minutes on a core
 
 A trial has four variables in [0, 1]. Its objective after e of ten validations is
 height (1 - exp(-e / tau)) plus noise of deviation 0.01; height is 0.6 minus the squared distance

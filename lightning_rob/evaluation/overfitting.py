@@ -56,7 +56,7 @@ class Overfitting:
     @classmethod
     def of(cls, best: Sequence[EpochScores], last: EpochScores) -> Self:
         """Compare the last epoch with the best ones by even and by odd images (`better`)."""
-        gaps = last.val.double()
+        gaps = last.val.double().clone()
         for half, found in enumerate(best):
             gaps[1 - half :: 2] -= found.val[1 - half :: 2]
         val = Change(float(gaps.mean()), *mean_interval(gaps.clamp(-1, 1).numpy(), LEVEL))
