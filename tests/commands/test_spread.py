@@ -15,7 +15,7 @@ from lightning.pytorch import Callback
 from lightning_rob.cli import seeds
 from lightning_rob.cli.seeds import SeedsConfig
 from lightning_rob.commands.sweep import SweepConfig
-from tests.tiny import ROOT, fit, pgd, robust_eval, run
+from tests.tiny import KEPT, ROOT, fit, pgd, recipe, robust_eval, run
 
 PYTHONPATH = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 VALUES = "--values=0.01,0.02,0.03,0.04"
@@ -79,7 +79,7 @@ def test_parts_are_all_of_the_work():
 def test_two_seeds_and_their_mean(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
-    fit(tmp_path, callbacks=[robust_eval({"apgd": pgd()})], **{"trainer__max_epochs": 4})
+    recipe(tmp_path, **{"trainer__callbacks+": [KEPT, robust_eval({"apgd": pgd()})]})
     line = ["fit", "--seeds", "0,1", "--config", "recipe.yaml", "--allow-import", "tests"]
     run(*line)
     (file,) = tmp_path.rglob("seeds.json")
