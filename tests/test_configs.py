@@ -23,7 +23,17 @@ from lightning_rob.recipes.plugins import expand
 from lightning_rob.threat import Threat, pixels
 from lightning_rob.transforms import named
 from tests.nets.test_weights import dverge_state
-from tests.tiny import ROOT, pgd, recipe, records, robust_eval, run, same_weights, weights
+from tests.tiny import (
+    ROOT,
+    pgd,
+    recipe,
+    records,
+    refused,
+    robust_eval,
+    run,
+    same_weights,
+    weights,
+)
 
 
 def attacks_in(content):
@@ -249,9 +259,8 @@ def test_recipe_attacks_an_adapting_defense_in_rounds(file, tmp_path, monkeypatc
 @pytest.mark.parametrize("file", ASSEMBLED, ids=lambda p: p.stem)
 def test_recipe_of_trained_networks_tests(file, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit):
-        run("test", "--config", file, EMBEDDED, *SMALL)
-    assert "No such file or directory: 'checkpoints/" in capsys.readouterr().err
+    line = refused(capsys, "test", "--config", file, EMBEDDED, *SMALL)
+    assert "No such file or directory: 'checkpoints/" in line
     write_checkpoints(file)
     run("test", "--config", shortened(file), EMBEDDED, *SMALL)
     shown = capsys.readouterr().out
@@ -533,9 +542,7 @@ def test_finetune_mix_in_starts_from_a_file_at_a_low_learning_rate(tmp_path, mon
     trained = dict(built.model.defense.net.named_parameters())
     steps = [(trained[name] - w).abs().max() for name, w in start.named_parameters()]
     assert max(steps).item() == pytest.approx(0.001, rel=0.01)  # Adam's first step is the rate
-    with pytest.raises(SystemExit):
-        run("fit", *args)
-    assert "pretrained.pt" in capsys.readouterr().err
+    assert "pretrained.pt" in refused(capsys, "fit", *args)
 
 
 def test_every_file_is_a_recipe_a_mix_in_or_a_search_space():

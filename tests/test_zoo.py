@@ -14,6 +14,7 @@ from lightning_rob.data import Digits5k
 from lightning_rob.metrics import robust_accuracy
 from lightning_rob.runtime.errors import InputError
 from tests.schema import checked
+from tests.tiny import refused
 
 ROOT = Path(__file__).parents[1]
 CARDS = shipped_files("zoo")
@@ -59,6 +60,5 @@ def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
 def test_there_is_no_such_network(capsys):
     with pytest.raises(InputError, match="there is no network zoo:none: zoo:digits_robust, zoo:d"):
         load("zoo:none")
-    with pytest.raises(SystemExit):
-        main(["test", "--ckpt_path", "zoo:none"])
-    assert "there is no network zoo:none" in capsys.readouterr().err
+    line = refused(capsys, "test", "--ckpt_path", "zoo:none")
+    assert "there is no network zoo:none" in line

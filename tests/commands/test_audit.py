@@ -14,11 +14,6 @@ from tests.test_ddp import TWO
 from tests.tiny import fit, pgd, recipe, robust_eval, run, same_weights, shell, weights
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    return fit(tmp_path_factory.mktemp("trained"))
-
-
 def audited(**options):
     small = {"steps": 3, "queries": 20, "max_images": 20}
     small["threat"] = {"norm": "linf", "eps": "40/255"}

@@ -82,9 +82,9 @@ def put(trained, watched):
     return one
 
 
-def monitor(trained, watched, *args) -> int:
+def monitor(trained, watched, *args, suites=2) -> int:
     """The exit code."""
-    suite = [arg for i in range(2) for arg in ("--suite", trained / f"suite{i}.yaml")]
+    suite = [arg for i in range(suites) for arg in ("--suite", trained / f"suite{i}.yaml")]
     try:
         run("monitor", watched, *suite, "--trainer.accelerator=cpu", *args)
     except SystemExit as stop:
@@ -272,12 +272,7 @@ def rewritten(source: Path, target: Path, change) -> None:
 
 def watch(trained, watched, *args) -> int:
     """The exit code with only the attack that any defense takes."""
-    try:
-        suite = ("--suite", trained / "suite0.yaml", "--trainer.accelerator=cpu", "--once")
-        run("monitor", watched, *suite, *args)
-    except SystemExit as stop:
-        return stop.code
-    return 0
+    return monitor(trained, watched, "--once", *args, suites=1)
 
 
 def test_weights_and_model_count_and_nothing_is_evaluated_twice(trained, watched, put):

@@ -15,7 +15,7 @@ from lightning.pytorch import Callback
 from lightning_rob.cli import seeds
 from lightning_rob.cli.seeds import SeedsConfig
 from lightning_rob.commands.sweep import SweepConfig
-from tests.tiny import KEPT, ROOT, fit, pgd, recipe, robust_eval, run
+from tests.tiny import KEPT, ROOT, pgd, recipe, robust_eval, run
 
 PYTHONPATH = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 VALUES = "--values=0.01,0.02,0.03,0.04"
@@ -33,13 +33,6 @@ class DiesOnce(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.fixture
-def checkpoint(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
-    return fit(tmp_path)
-
-
 def swept(folder, checkpoint, *args):
     dies = {"class_path": f"{__name__}.DiesOnce", "init_args": {"mark": str(folder / "mark")}}
     plugged = [robust_eval({"apgd": pgd()}), dies]
@@ -51,13 +44,15 @@ def swept(folder, checkpoint, *args):
     return sorted([line[key] for key in kept] for line in map(json.loads, lines))
 
 
-def test_a_sweep_by_two_workers_of_which_one_is_killed(checkpoint, tmp_path, monkeypatch, capfd):
+def test_a_sweep_by_two_workers_of_which_one_is_killed(trained, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-    alone = swept(tmp_path / "one", checkpoint)
+    alone = swept(tmp_path / "one", trained)
     monkeypatch.setenv("MAY_DIE", "1")
     capfd.readouterr()
-    assert swept(tmp_path / "two", checkpoint, "--workers=2") == alone
+    assert swept(tmp_path / "two", trained, "--workers=2") == alone
     out = capfd.readouterr().out
     assert out.count("(recorded)") == 4  # all by the workers: the killed one ran again
     assert (tmp_path / "two/mark").exists()
@@ -163,10 +158,12 @@ def test_a_changed_recipe_is_another_experiment(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_sweep_on_ray(checkpoint, tmp_path, monkeypatch):
+def test_a_sweep_on_ray(trained, tmp_path, monkeypatch):
     pytest.importorskip("ray")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-    alone = swept(tmp_path / "one", checkpoint)
+    alone = swept(tmp_path / "one", trained)
     monkeypatch.setenv("MAY_DIE", "1")
-    assert swept(tmp_path / "two", checkpoint, "--ray=2") == alone
+    assert swept(tmp_path / "two", trained, "--ray=2") == alone
