@@ -160,15 +160,19 @@ def run(*args: str) -> None:
     main(list(map(str, args)))
 
 
-def refused(capsys, *args: str) -> str:
-    """The line of error with which a command ends, its only one."""
-    capsys.readouterr()
+def exit_code(*args: str) -> int:
+    """The code with which a command ends."""
     try:
         run(*args)
     except SystemExit as end:
-        assert end.code == 2
-    else:
-        raise AssertionError(f"it was run: {args}")
+        return end.code
+    return 0
+
+
+def refused(capsys, *args: str) -> str:
+    """The line of error with which a command ends, its only one."""
+    capsys.readouterr()
+    assert exit_code(*args) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
     assert line.startswith("lightning-rob: error: ")
     assert len(line) < 500

@@ -8,7 +8,7 @@ from lightning_rob.commands.compare.records import compared
 from lightning_rob.evaluation.result_file import write_result_file
 from lightning_rob.evaluation.resume_log import BatchOutcome
 from lightning_rob.evaluation.store import PerImageResults
-from tests.tiny import refused, run
+from tests.tiny import exit_code, refused, run
 
 
 def bits(text):
@@ -71,11 +71,7 @@ def gate(tmp_path, old, new, *args) -> int:
     """The exit code of the gate on scores under one attack; 0 lost, 1 kept."""
     for name, scores in (("old", old), ("new", new)):
         record(tmp_path / f"{name}.csv", {"clean": torch.ones(len(scores)), "x": bits(scores)})
-    try:
-        run("compare", tmp_path / "old.csv", tmp_path / "new.csv", *args)
-    except SystemExit as end:
-        return end.code
-    return 0
+    return exit_code("compare", tmp_path / "old.csv", tmp_path / "new.csv", *args)
 
 
 @pytest.mark.parametrize(

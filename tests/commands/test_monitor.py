@@ -42,7 +42,17 @@ from lightning_rob.metrics import holm, robust_accuracy
 from lightning_rob.threat import Threat
 from tests.commands.test_notify import Receiver, code_of, evaluation, forked
 from tests.schema import checked
-from tests.tiny import KEPT, TinyNet, arc, images_of, pgd, recipe, robust_eval, run
+from tests.tiny import (
+    KEPT,
+    TinyNet,
+    arc,
+    exit_code,
+    images_of,
+    pgd,
+    recipe,
+    robust_eval,
+    run,
+)
 
 THREAT = Threat("linf", 16 / 255)
 ATTACKS = (PGD(THREAT, 3, 8 / 255, random_start=False), ARC(THREAT, 3, 16 / 255))
@@ -85,11 +95,7 @@ def put(trained, watched):
 def monitor(trained, watched, *args, suites=2) -> int:
     """The exit code."""
     suite = [arg for i in range(suites) for arg in ("--suite", trained / f"suite{i}.yaml")]
-    try:
-        run("monitor", watched, *suite, "--trainer.accelerator=cpu", *args)
-    except SystemExit as stop:
-        return stop.code
-    return 0
+    return exit_code("monitor", watched, *suite, "--trainer.accelerator=cpu", *args)
 
 
 def lines(watched) -> list[dict]:
