@@ -3,7 +3,6 @@
 import copy
 import sys
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
@@ -113,9 +112,9 @@ def test_version_is_the_package(version, threat, single):
     assert whole.sum() <= first.sum() + 1
 
 
-# The iterates of both others are those of the package in every norm (test_apgd.py).
-STAGES = [*product((LINF, L2, L1), ("apgd-t", "fab", "fab-t", "square"))]
-STAGES += [(LINF, "apgd-ce"), (L2, "apgd-dlr")]
+# The iterates of APGD and FAB are those of the package in every norm (test_apgd.py, test_fab.py).
+STAGES = [(LINF, "square"), (L2, "square"), (L1, "square")]
+STAGES += [(LINF, "apgd-ce"), (L2, "apgd-dlr"), (L1, "apgd-t"), (LINF, "fab"), (L2, "fab-t")]
 
 
 @pytest.mark.parametrize(("threat", "name"), STAGES)
