@@ -120,7 +120,7 @@ class Page:
             "s3://": f"file://{folder}/",
             "https://alerts.example.com": receiver.url,
             "9108": "0",
-            "max_images=50": "max_images=2",
+            "eps=0.1, max_images=50": "eps=0.9, max_images=2",
             ".venv/bin/": "",
         }
 

@@ -158,15 +158,10 @@ def written_out(inner, ensemble, aggregate, bound, x, y, order, rounds=30):
             shares = weights[left] / weights[left].sum()
             total = sum(w * each for w, each in zip(shares, p, strict=True))
         else:
-            total = torch.zeros_like(x)
-            for pixel in range(x.numel()):
-                values = p.flatten(1)[:, pixel].tolist()
-                if aggregate == "MaxP":
-                    scores = [abs(v) for v in values]
-                else:
-                    scores = [sum(abs(v - w) <= 1e-6 for w in values) for v in values]
-                best = next(k for k, s in enumerate(scores) if s >= max(scores) - 1e-6)
-                total.view(-1)[pixel] = values[best]
+            often = ((p[:, None] - p).abs() <= 1e-6).double().sum(1)
+            scores = p.abs() if aggregate == "MaxP" else often
+            first = (scores >= scores.amax(0) - 1e-6).int().argmax(0)  # of equal ones
+            total = p.gather(0, first[None])[0]
         x_tmp = (x_adv + total).clamp(0, 1)
         attacked.append([order[rank] for rank in left])
         left = [rank for rank in left if prediction(ensemble, order[rank], x_adv) == int(y)]
