@@ -93,7 +93,7 @@ def test_a_module_of_yours(tmp_path, monkeypatch, capsys):
         else:
             main(args)
         assert "val/robust/worst" in capsys.readouterr().out
-    monkeypatch.delitem(sys.modules, "mine")
+    del sys.modules["mine"]
 
 
 class Built(HTMLParser):

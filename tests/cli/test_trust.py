@@ -1,6 +1,7 @@
 """Files of strangers are read, and their code is not run."""
 
 import re
+import sys
 from collections.abc import Callable
 
 import jsonargparse
@@ -28,6 +29,7 @@ def mine(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)  # of a page, as tests run it
     return recipe(tmp_path, model__init_args__net={"class_path": "mine.Net"})
 
 
