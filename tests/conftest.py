@@ -1,4 +1,6 @@
+import gc
 import os
+from pathlib import Path
 
 import pytest
 
@@ -12,12 +14,23 @@ os.environ.setdefault("LIGHTNING_ROB_ALLOW_IMPORT", "tests")
 os.fsync = lambda descriptor: None
 # A monitor gives way to others for the rest of its process; the tests after it need not.
 os.setpriority = lambda *_: None
+# What is imported stays: looking through it for garbage would take a tenth of the collection.
+gc.disable()
 
 # Files that compare images alone with images in a batch, or an algorithm with one written out.
 ROUNDING = {
     *("arc", "arc_linear", "contract", "decorators", "deepfool", "gmsa", "members"),
     *("pgd", "random_transforms", "rules", "taa", "targeted"),
     *("transductive", "transductive_contract", "transform_ensemble", "urejectron"),
+}
+# Files with tests of several seconds, or that fork: one worker of `-n 2` begins with them, so that
+# it alone starts the server of the forks, and no long test is left at the end.
+FIRST = {
+    *("callbacks/cross_eval", "cli/faults", "cli/plugins", "commands/audit", "commands/spread"),
+    *("commands/leaderboard", "commands/sweep", "commands/tune", "evaluation/evaluation"),
+    *("evaluation/per_image", "evaluation/protocol", "metrics/contract", "modules/contract"),
+    *("modules/transform_training", "tests/blocks", "tests/ddp", "tests/docs", "tests/extending"),
+    "tests/identity",
 }
 
 
@@ -30,7 +43,24 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     return None if chosen else WorkStealingScheduling(config, log)
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The last checkpoint of the run of `tests.tiny.recipe`, which stays as it is."""
+    from tests.tiny import fit
+
+    return fit(tmp_path_factory.mktemp("shared"))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def later(item: pytest.Item) -> bool:
+        return f"{item.path.parent.name}/{item.path.stem.removeprefix('test_')}" not in FIRST
+
+    items.sort(key=later)
     for item in items:
         if item.path.stem.removeprefix("test_") in ROUNDING:
             item.add_marker(pytest.mark.rounding)

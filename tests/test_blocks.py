@@ -120,6 +120,7 @@ class Page:
             "s3://": f"file://{folder}/",
             "https://alerts.example.com": receiver.url,
             "9108": "0",
+            "eps=0.1, max_images=50": "eps=0.9, max_images=2",
             ".venv/bin/": "",
         }
 
@@ -354,6 +355,7 @@ def test_blocks_run(name, tmp_path, monkeypatch, runs, receiver, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(shipped, "shipped_folder", lambda: tmp_path)
+    monkeypatch.setattr("lightning_rob.evaluation.columns.FEWEST_PAIRS", 4)
     clone(tmp_path)
     page, text = Page(name, tmp_path, runs, receiver, capsys), PAGES[name].read_text()
     for block in BLOCK.finditer(text):

@@ -2,8 +2,6 @@
 
 import os
 
-import pandas
-import pytest
 import torch
 from torch.utils.data import DataLoader, Sampler
 
@@ -13,14 +11,6 @@ from tests.forked import forked, two_processes, two_ranks
 from tests.tiny import arc, pgd, recipe, records, robust_eval, run, weights
 
 TWO = ["--trainer.strategy=ddp_find_unused_parameters_true", "--trainer.devices=2"]
-CHECKPOINT = "run/version_0/checkpoints/epoch=3-step=16.ckpt"
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("trained")
-    run("fit", "--config", recipe(folder))
-    return folder / CHECKPOINT
 
 
 def start(*args):
@@ -121,6 +111,8 @@ def test_processes_of_a_notebook_train_and_test(tmp_path):
 
 def test_two_processes_predict_into_one_file(trained, tmp_path):
     """Of 33 images one process has 17, the other 16."""
+    import pandas  # takes half a second
+
     files = []
     for args in ([], TWO):
         folder = tmp_path / str(len(args))

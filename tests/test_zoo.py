@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from lightning_rob import load
-from lightning_rob.cli import main
 from lightning_rob.commands.recipes import shipped_files
 from lightning_rob.data import Digits5k
 from lightning_rob.metrics import robust_accuracy
 from lightning_rob.runtime.errors import InputError
 from tests.schema import checked
+from tests.tiny import exit_code, refused
 
 ROOT = Path(__file__).parents[1]
 CARDS = shipped_files("zoo")
@@ -45,11 +45,7 @@ def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
     for line in block.splitlines():
         words = shlex.split(line, comments=True)
         if words[0] == "lightning-rob":
-            code = 0
-            try:
-                main([*words[1:], *FEWER.get(words[1], [])])
-            except SystemExit as end:
-                code = end.code
+            code = exit_code(*words[1:], *FEWER.get(words[1], []))
             assert code == ("exit code 1" in line), line
     shown = capsys.readouterr()
     assert "alarm: checkpoints/last.ckpt: robust/worst is" in shown.err
@@ -59,6 +55,5 @@ def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
 def test_there_is_no_such_network(capsys):
     with pytest.raises(InputError, match="there is no network zoo:none: zoo:digits_robust, zoo:d"):
         load("zoo:none")
-    with pytest.raises(SystemExit):
-        main(["test", "--ckpt_path", "zoo:none"])
-    assert "there is no network zoo:none" in capsys.readouterr().err
+    line = refused(capsys, "test", "--ckpt_path", "zoo:none")
+    assert "there is no network zoo:none" in line

@@ -160,6 +160,25 @@ def run(*args: str) -> None:
     main(list(map(str, args)))
 
 
+def exit_code(*args: str) -> int:
+    """The code with which a command ends."""
+    try:
+        run(*args)
+    except SystemExit as end:
+        return end.code
+    return 0
+
+
+def refused(capsys, *args: str) -> str:
+    """The line of error with which a command ends, its only one."""
+    capsys.readouterr()
+    assert exit_code(*args) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    assert line.startswith("lightning-rob: error: ")
+    assert len(line) < 500
+    return line
+
+
 def fit(folder: Path, *args: str, callbacks=(), **overrides) -> Path:
     """Run a recipe, by default without a robust evaluation; return its last checkpoint."""
     if not callbacks:

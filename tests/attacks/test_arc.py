@@ -250,13 +250,6 @@ def helping(logits, weights, y):
     return -ce_of_mean_logits(logits, weights, y)
 
 
-@pytest.mark.parametrize("options", [{"random_start": True}, {"threat": Threat("linf", 0.2)}])
-def test_a_start_that_does_not_fit(options):
-    pgd = PGD(Threat("linf", 0.1), 1, 0.1)
-    with pytest.raises(ValueError, match="start must be of threat"):
-        ARC(**({"threat": pgd.threat, "steps": 1, "step_size": 0.1, "start": pgd} | options))
-
-
 @pytest.mark.parametrize(
     ("probs", "order"),
     [

@@ -61,8 +61,9 @@ def predictions(defense, x):
 # closed forms
 
 
-@pytest.mark.parametrize("classes", [2, 5])
-@pytest.mark.parametrize(("objective", "gain"), [(expected_margin, 30.0), (linear, 0.3)])
+@pytest.mark.parametrize(
+    ("classes", "objective", "gain"), [(2, expected_margin, 30.0), (5, linear, 0.3)]
+)
 def test_smallest_perturbation_of_a_linear_net(classes, objective, gain):
     """Where the nearest class is the one of the largest logit, which is what CW climbs."""
     net, x, y = affine(classes, gain=gain, square=True)

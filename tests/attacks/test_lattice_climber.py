@@ -11,7 +11,6 @@ from torch import nn
 from lightning_rob.attacks import ARC, PGD, LatticeClimber
 from lightning_rob.attacks.arc import expected_accuracy
 from lightning_rob.defenses import Ensemble
-from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
 from tests.attacks.common import accuracy, assert_inside, images, trained_net
 
@@ -55,13 +54,13 @@ def room(normals, gaps, threat):
     return -linprog(cost, np.c_[n, np.ones(len(n))], -g, bounds=ball).fun
 
 
-def lowest(defense, x, threat, least=1e-6):
+def lowest(defense, x, threat):
     """The lowest expected accuracy in the ball, by all sets of members and classes.
 
-    least: room in the ball, as a share of its radius, that a set has to have
+    Of all sets that have room in the ball, and of those with at least 1 % of its radius.
     """
     weights = defense.weights.double()
-    best = 1.0
+    best = [1.0, 1.0]
     for size in range(1, len(weights) + 1):
         for members in combinations(range(len(weights)), size):
             left = float(1 - weights[list(members)].sum())
@@ -70,11 +69,12 @@ def lowest(defense, x, threat, least=1e-6):
                 w = [(net.w[0] - net.w[k]).numpy() for net, k in zip(nets, classes, strict=True)]
                 b = [float(net.b[0] - net.b[k]) for net, k in zip(nets, classes, strict=True)]
                 gaps = [u @ x.numpy() + c for u, c in zip(w, b, strict=True)]
-                if (
-                    left < best - 1e-9
-                    and room(np.array(w), np.array(gaps), threat) > least * threat.eps
-                ):
-                    best = left
+                if left < max(best) - 1e-9:
+                    inside = room(np.array(w), np.array(gaps), threat) / threat.eps
+                    least = (1e-6, 0.01)
+                    best = [
+                        min(b, left) if inside > s else b for b, s in zip(best, least, strict=True)
+                    ]
     return best
 
 
@@ -83,16 +83,16 @@ def found_and_lowest(defense, x, y, threat, steps):
     x_adv = LatticeClimber(threat, steps)(defense, x, y)
     assert_inside(threat, x_adv, x)
     found = expected_accuracy(defense.members, defense.weights, x_adv, y).double()
-    least = found.new_tensor([lowest(defense, image, threat) for image in x])
+    least, best = found.new_tensor([lowest(defense, image, threat) for image in x]).T
     assert (found >= least - 1e-5).all()
-    return found, found.new_tensor([lowest(defense, image, threat, 0.01) for image in x])
+    return found, best
 
 
 @both_norms
 @pytest.mark.parametrize("members", [2, 3, 4])
 def test_no_image_of_the_ball_is_worse(threat, members):
     """The theorem of the paper, on two classes and linear members: what is found is maximal."""
-    found, best = found_and_lowest(*ensemble(members, members, 2, threat, 16), threat, 300)
+    found, best = found_and_lowest(*ensemble(members, members, 2, threat, 16), threat, 60)
     assert len(best.unique()) > 1
     assert (found <= best + 1e-5).all()
 
@@ -110,14 +110,14 @@ def test_a_thousand_linear_ensembles(threat):
 @both_norms
 def test_three_classes(threat):
     """Which classes the members are to predict is a choice of its own, made by the gradients."""
-    found, best = found_and_lowest(*ensemble(5, 3, 3, threat, 16), threat, 100)
+    found, best = found_and_lowest(*ensemble(5, 3, 3, threat, 16), threat, 50)
     assert (found - best).mean() < 0.02
 
 
 @both_norms
 def test_more_members_than_all_sets_are_tried_of(threat):
     """A chain of sets fools a member if one can be fooled, and nearly what brute force does."""
-    found, best = found_and_lowest(*ensemble(6, 6, 2, threat, 12), threat, 100)
+    found, best = found_and_lowest(*ensemble(6, 6, 2, threat, 12), threat, 40)
     assert (found < 1 - 1e-5)[best < 1 - 1e-5].all()
     assert (found - best).mean() < 0.05
 
@@ -169,38 +169,6 @@ def test_never_weaker_than_its_start(three):
     )
     assert (warm <= first).all()
     assert (warm < alone).any()
-
-
-def test_an_image_does_not_depend_on_its_batch(three):
-    x, y = images(12, seed=5)
-    attack, streams = LatticeClimber(THREATS["linf"], 10), Streams.from_index(torch.arange(12), 0)
-    whole = attack(three, x, y, streams)
-    alone = torch.cat([attack(three, x[i : i + 1], y[i : i + 1]) for i in range(12)])
-    torch.testing.assert_close(whole, alone, rtol=0, atol=1e-5)
-
-
-def test_a_member_of_probability_zero_is_not_attacked():
-    defense, x, y = ensemble(3, 2, 2, THREATS["linf"])
-    certain = Ensemble(list(defense.members), [1.0, 0.0])
-    attack = LatticeClimber(THREATS["linf"], 40)
-    found = attack(certain, x, y)
-    assert torch.equal(found, attack(Ensemble([defense.members[0]], [1.0]), x, y))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"threat": Threat("l1", 1.0)}, "LatticeClimber is for linf and l2, not for norm l1"),
-        ({"threat": Threat("l2", 0.1, relative=True)}, "a radius in pixel units"),
-        ({"steps": 0}, "steps must be at least 1, got 0"),
-        ({"classes": 0}, "classes must be at least 1, got 0"),
-        ({"step_size": 0.0}, "step_size must be positive, got 0.0"),
-        ({"start": PGD(Threat("linf", 0.2), 1, 0.1)}, "start must be of threat linf 0.1"),
-    ],
-)
-def test_wrong_arguments(options, message):
-    with pytest.raises(ValueError, match=message):
-        LatticeClimber(**{"threat": THREATS["linf"]} | options)
 
 
 @both_norms

@@ -17,7 +17,7 @@ from tests.fakedev import DEVICE, Waits, emulated
 
 LINF, L2 = Threat("linf", 0.1), Threat("l2", 1.0)
 NEAR, NEAR_L2 = Threat("linf", 1e-6), Threat("l2", 1e-6)  # in which no image is fooled
-STEPS = 10
+STEPS = 5
 
 
 def net(seed=0):
@@ -64,7 +64,7 @@ CASES = {
     "DDN": (single, lambda k: DDN(L2, k), {}),
     "PDGD": (single, lambda k: PDGD(L2, k), {}),
     "PDGD in linf": (single, lambda k: PDGD(LINF, k), {}),
-    "CW": (single, lambda k: CW(L2, k, step_size=1e-4, binary_steps=1, initial_const=10.0), {}),
+    "CW": (single, lambda k: CW(L2, 2 * k, step_size=1e-4, binary_steps=1, initial_const=10.0), {}),
 }
 
 
@@ -114,7 +114,7 @@ def test_steps_on_a_gpu_do_not_wait(name):
     networks = [switch, *defense.classifiers[1:]]
     changed = Single(switch) if len(networks) == 1 else Ensemble(networks, probs=[0.9, 0.1])
     try:
-        attack(STEPS)(changed, x, y, Streams.from_index(torch.arange(6).cuda(), 0))
+        attack(10)(changed, x, y, Streams.from_index(torch.arange(6).cuda(), 0))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert switch.calls >= 9

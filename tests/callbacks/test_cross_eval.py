@@ -13,7 +13,7 @@ from lightning_rob.threat import Threat
 from tests.callbacks.test_any_module import trainer
 from tests.forked import two_ranks
 from tests.schema import checked
-from tests.tiny import Blobs, TinyNet, arc, images_of, pgd, recipe, run
+from tests.tiny import Blobs, TinyNet, arc, fit_all, images_of, pgd, recipe, run
 
 THREAT = Threat("linf", 24 / 255)
 PLAIN = PGD(THREAT, steps=4, step_size=8 / 255, random_start=False)
@@ -21,23 +21,17 @@ RANDOM = PGD(THREAT, steps=2, step_size=16 / 255)
 TWO = ["--trainer.strategy=ddp_find_unused_parameters_true", "--trainer.devices=2"]
 
 
-def trained_net(seed, width):
-    torch.manual_seed(seed)
-    net, data = TinyNet(width), Blobs()
-    data.setup("fit")
-    x, y = images_of(data, "train")
-    optimizer = torch.optim.Adam(net.parameters(), 0.01)
-    for _ in range(30):
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(net(x), y).backward()
-        optimizer.step()
-    return net.eval()
-
-
 @pytest.fixture(scope="module")
 def ensemble():
     nets = [trained_net(seed, width) for seed, width in ((0, 16), (1, 8), (2, 24))]
     return Ensemble(nets, [0.5, 0.2, 0.3])
+
+
+def trained_net(seed, width):
+    torch.manual_seed(seed)
+    net, data = TinyNet(width), Blobs()
+    data.setup("fit")
+    return fit_all(net, *images_of(data, "train"), 30)
 
 
 def module_of(defense):

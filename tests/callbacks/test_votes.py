@@ -14,17 +14,10 @@ from lightning_rob.defenses import DENT, TransformEnsemble
 from lightning_rob.evaluation.records import with_schema
 from lightning_rob.rules import VOTING_RULES, majority
 from lightning_rob.threat import Threat
+from tests.attacks.common import NonFinite
 from tests.callbacks.test_cross_eval import study as evaluated
 from tests.schema import checked
 from tests.tiny import Blobs, TinyNet
-
-
-class NonFinite(TinyNet):
-    """Its logits are not finite."""
-
-    def forward(self, x):
-        return super().forward(x) * torch.nan
-
 
 NAMES = ["clean", "rotate_90", "flip_both"]
 THREAT = Threat("linf", 0.1)
@@ -164,6 +157,6 @@ def test_only_some_attacks_are_run():
 
 
 def test_logits_that_are_not_finite_are_no_success_of_an_attack():
-    mixed = TransformEnsemble([*nets(1), NonFinite().eval()], ["clean", "rotate_90"])
+    mixed = TransformEnsemble([*nets(1), NonFinite(TinyNet()).eval()], ["clean", "rotate_90"])
     with pytest.raises(ValueError, match="logits are not numbers on 33 of 33 images"):
         study(mixed, VotingRuleEval({"pgd": WEAK}, attacked=["clean"]))

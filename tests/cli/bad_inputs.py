@@ -43,9 +43,9 @@ def trained() -> bytes:
     return next(folder.rglob("*.ckpt")).read_bytes()
 
 
-def saved(content: object) -> bytes:
+def saved(content: object, **options: object) -> bytes:
     file = io.BytesIO()
-    torch.save(content, file)
+    torch.save(content, file, **options)
     return file.getvalue()
 
 

@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from lightning_rob.cli import main
-from tests.cli.bad_inputs import RECIPE_KEY, changed, put, trained
+from tests.cli.bad_inputs import RECIPE_KEY, changed, put, saved, trained
 from tests.tiny import recipe
 
 Make = Callable[[Path], list[object]]
@@ -33,12 +33,6 @@ class Exec:
 
     def __reduce__(self):
         return exec, (TOUCH,)
-
-
-def bytes_of(content: object, **options: object) -> bytes:
-    file = io.BytesIO()
-    torch.save(content, file, **options)
-    return file.getvalue()
 
 
 def ckpt(content: Callable[[], bytes], *command: str) -> Make:
@@ -85,7 +79,7 @@ def object_of(path: str, **options: object) -> dict[str, object]:
 
 
 def evil() -> bytes:
-    return bytes_of({"state_dict": {}, "x": Exec()})
+    return saved({"state_dict": {}, "x": Exec()})
 
 
 def with_evil(make: Make) -> Make:
@@ -103,7 +97,7 @@ HUB = object_of("torch.hub.load", repo_or_dir=".", model="model", source="local"
 FILES: dict[str, Make] = {
     "checkpoint with code": ckpt(evil),
     "checkpoint of the old kind with code": ckpt(
-        lambda: bytes_of({"state_dict": Exec()}, _use_new_zipfile_serialization=False)
+        lambda: saved({"state_dict": Exec()}, _use_new_zipfile_serialization=False)
     ),
     "checkpoint to resume from": lambda f: [*beside("{seed_everything: 1}")(f), *ckpt(evil)(f)[1:]],
     "recipe in a checkpoint, a module beside it": with_recipe(model=object_of("stranger.Net")),

@@ -16,7 +16,7 @@ from lightning_rob.runtime.files import raise_thread_errors
 from lightning_rob.runtime.processes import PARENT, supervised_processes
 from tests.cli.faulty import SMALL, intact, marked, plan, rank_fault, slow
 from tests.forked import forked, start
-from tests.tiny import ROOT, run, same_weights, weights
+from tests.tiny import ROOT, refused, run, same_weights, weights
 
 LAST = "run/version_0/checkpoints/last.ckpt"
 KILLER = "--trainer.callbacks+={{class_path: tests.tiny.KillAt, init_args: {{step: {}}}}}"
@@ -35,14 +35,6 @@ def python(code, **env):
     return subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment
     )
-
-
-def error_line(capsys, code, *args):
-    with pytest.raises(SystemExit) as exit_:
-        run(*args)
-    assert exit_.value.code == code
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
-    return line
 
 
 def test_a_rank_that_fails_takes_all_with_it(whole, tmp_path):
@@ -118,7 +110,7 @@ def test_a_disk_that_takes_no_more(whole, tmp_path, capsys):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size - 100, hard))
     try:
-        line = error_line(capsys, 2, "fit", "--config", file)
+        line = refused(capsys, "fit", "--config", file)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     folder = tmp_path / "run/version_0/checkpoints"

@@ -16,7 +16,7 @@ from lightning_rob.recipes.environment import VARIABLE, callbacks
 from lightning_rob.recipes.trust import VARIABLE as ALLOWED
 from lightning_rob.runtime.errors import InputError
 from tests.callbacks.test_any_module import DATA, Classifier
-from tests.tiny import TinyNet, recipe
+from tests.tiny import TinyNet, recipe, refused
 
 
 class OwnImages(LightningDataModule):
@@ -112,9 +112,8 @@ def test_commands_on_a_module_of_others(foreign, tmp_path, monkeypatch, capsys):
     assert torch.equal(program(x), expected)
     monitored = [json.loads(line) for line in Path("m/monitor.jsonl").read_text().splitlines()]
     assert {"clean", "pgd"} <= {event.get("name") for event in monitored}
-    with pytest.raises(SystemExit):
-        main(["predict", checkpoint, "--allow-import=tests"])
-    assert "predict is for modules of lightning_rob.modules" in capsys.readouterr().err
+    line = refused(capsys, "predict", checkpoint, "--allow-import=tests")
+    assert "predict is for modules of lightning_rob.modules" in line
 
 
 def brighter(x):

@@ -15,6 +15,7 @@ from tests.tiny import (
     pgd,
     recipe,
     records,
+    refused,
     robust_eval,
     run,
     same_weights,
@@ -27,16 +28,6 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     fit(folder, "--test_after_fit=true", callbacks=[robust_eval({"apgd": pgd(), "arc": arc()})])
     return folder
-
-
-def fails(capsys, *args) -> str:
-    with pytest.raises(SystemExit) as exit_:
-        run(*args)
-    assert exit_.value.code == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
-    assert len(lines) == 1
-    assert len(lines[0]) < 400
-    return lines[0]
 
 
 def test_fit_logs_every_epoch_and_test_comes_last(trained):
@@ -169,7 +160,7 @@ def test_a_checkpoint_that_changes_after_its_recipe_was_read_is_read_again(tmp_p
 
 def test_a_refused_fit_leaves_no_folder(tmp_path, capsys):
     config = recipe(tmp_path)
-    assert "max_epochs must be 4" in fails(
+    assert "max_epochs must be 4" in refused(
         capsys, "fit", "--config", config, "--trainer.max_epochs=3"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]

@@ -17,8 +17,7 @@ from lightning_rob.runtime.files import (
     write_manifest,
 )
 from tests.cli.bad_inputs import flipped, trained
-from tests.cli.test_main import fails
-from tests.tiny import recipe, run
+from tests.tiny import recipe, refused, run
 
 MONITOR = "--model.init_args.monitor=null"
 FOLDER = "run/version_0/checkpoints"
@@ -108,14 +107,14 @@ def test_a_link_is_checked_as_what_it_points_at(fitted, tmp_path, capsys):
     write_manifest(target)
     (tmp_path / "last.ckpt").symlink_to("epoch.ckpt")
     target.write_bytes(flipped(target.read_bytes(), 999))
-    line = fails(capsys, "test", "--ckpt_path", tmp_path / "last.ckpt")
+    line = refused(capsys, "test", "--ckpt_path", tmp_path / "last.ckpt")
     assert "last.ckpt is not the file that was written" in line
     assert "epoch.ckpt.sha256 says" in line
 
 
 def test_no_fit_goes_on_from_a_changed_checkpoint(checkpoint, tmp_path, capsys):
     checkpoint.write_bytes(flipped(checkpoint.read_bytes(), 12345))
-    line = fails(capsys, "fit", "--config", recipe(tmp_path), "--ckpt_path", checkpoint)
+    line = refused(capsys, "fit", "--config", recipe(tmp_path), "--ckpt_path", checkpoint)
     assert "is not the file that was written" in line
 
 

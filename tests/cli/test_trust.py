@@ -1,6 +1,7 @@
 """Files of strangers are read, and their code is not run."""
 
 import re
+import sys
 from collections.abc import Callable
 
 import jsonargparse
@@ -11,8 +12,7 @@ from lightning_rob.recipes import trust
 from lightning_rob.recipes.safe_yaml import load
 from lightning_rob.runtime.errors import InputError
 from tests.cli.hostile import CANARY, FILES, MODULE, outcome
-from tests.cli.test_main import fails
-from tests.tiny import recipe, run
+from tests.tiny import recipe, refused, run
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -29,17 +29,18 @@ def mine(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)  # of a page, as tests run it
     return recipe(tmp_path, model__init_args__net={"class_path": "mine.Net"})
 
 
 def test_own_code_must_be_allowed_each_time(mine, tmp_path, capsys):
     wanted = "mine.Net was not imported: .* runs only with --allow-import mine, if you trust it$"
     fast = "--trainer.fast_dev_run=true"
-    assert re.search(wanted, fails(capsys, "fit", "--config", mine, fast))
+    assert re.search(wanted, refused(capsys, "fit", "--config", mine, fast))
     assert not (tmp_path / CANARY).exists()
     run("fit", "--config", mine, fast, "--allow-import", "other,mine")
     assert (tmp_path / CANARY).exists()
-    assert re.search(wanted, fails(capsys, "fit", "--config", mine, fast))
+    assert re.search(wanted, refused(capsys, "fit", "--config", mine, fast))
     run("fit", "--allow-import=mine", "--config", mine, fast)
 
 
@@ -123,6 +124,6 @@ def test_invalid_yaml():
 
 def test_an_option_of_no_callback_is_not_a_refused_import(tmp_path, capsys):
     file = recipe(tmp_path, **{"trainer__callbacks+": []})
-    line = fails(capsys, "fit", "--config", file, "--trainer.callbacks.group_size=16")
+    line = refused(capsys, "fit", "--config", file, "--trainer.callbacks.group_size=16")
     assert "is of the callback named last before it" in line
     assert "--allow-import" not in line

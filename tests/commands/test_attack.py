@@ -1,16 +1,14 @@
 """The command that attacks a checkpoint by what its defense calls for."""
 
 from lightning_rob import load_callbacks
-from tests.tiny import fit, recipe, run
+from tests.tiny import recipe, run
 
 
-def test_the_command_prints_the_trail_and_writes_a_plug_in(tmp_path, monkeypatch, capsys):
+def test_the_command_prints_the_trail_and_writes_a_plug_in(trained, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "fitted").mkdir()
-    checkpoint = fit(tmp_path / "fitted")
     net = {"class_path": "tests.audit.planted.Rounding", "init_args": {"width": 16}}
     file = recipe(tmp_path, **{"model__init_args__net": net, "trainer__callbacks+": []})
-    args = ["--config", file, "--ckpt_path", checkpoint]
+    args = ["--config", file, "--ckpt_path", trained]
     run("attack", *args, "--images=10", "--passes=1200", "--eps=0.1")
     out = capsys.readouterr().out
     assert "Radius: linf 0.1, as --eps says\n" in out

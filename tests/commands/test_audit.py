@@ -11,12 +11,7 @@ from lightning_rob.commands.audit import AuditConfig, audited_threat
 from lightning_rob.threat import Threat
 from tests.schema import checked
 from tests.test_ddp import TWO
-from tests.tiny import fit, pgd, recipe, robust_eval, run, same_weights, shell, weights
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    return fit(tmp_path_factory.mktemp("trained"))
+from tests.tiny import exit_code, fit, pgd, recipe, robust_eval, run, same_weights, shell, weights
 
 
 def audited(**options):
@@ -55,11 +50,7 @@ def test_it_runs_in_fit_and_training_stays_the_same(trained, tmp_path):
 def test_the_command(trained, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     options = ["--images", "10", "--steps", "2", "--queries", "5", "--strict", "--power"]
-    try:
-        run("audit", trained, "--trainer.accelerator=cpu", *options)
-        code = 0
-    except SystemExit as end:
-        code = end.code
+    code = exit_code("audit", trained, "--trainer.accelerator=cpu", *options)
     (file,) = (tmp_path / "logs").rglob("audit.json")
     record = checked(file.read_text())
     severe = any(finding["severity"] == "severe" for finding in record["findings"])

@@ -14,11 +14,6 @@ from tests.tiny import fit, recipe, run, same_weights, weights
 SMALL = ["--draws", "100", "--images", "8", "--steps", "2"]
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    return fit(tmp_path_factory.mktemp("trained"))
-
-
 def test_the_command(trained, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run("certify", trained, "--sigma", "0.1", "--radii", "1/10,0.05", *SMALL)

@@ -8,7 +8,7 @@ from lightning_rob.commands.compare.records import compared
 from lightning_rob.evaluation.result_file import write_result_file
 from lightning_rob.evaluation.resume_log import BatchOutcome
 from lightning_rob.evaluation.store import PerImageResults
-from tests.tiny import run
+from tests.tiny import exit_code, refused, run
 
 
 def bits(text):
@@ -71,11 +71,7 @@ def gate(tmp_path, old, new, *args) -> int:
     """The exit code of the gate on scores under one attack; 0 lost, 1 kept."""
     for name, scores in (("old", old), ("new", new)):
         record(tmp_path / f"{name}.csv", {"clean": torch.ones(len(scores)), "x": bits(scores)})
-    try:
-        run("compare", tmp_path / "old.csv", tmp_path / "new.csv", *args)
-    except SystemExit as end:
-        return end.code
-    return 0
+    return exit_code("compare", tmp_path / "old.csv", tmp_path / "new.csv", *args)
 
 
 @pytest.mark.parametrize(
@@ -120,10 +116,7 @@ def test_the_gate_refuses_what_means_something_else(tmp_path, capsys):
         ({"clean": ones, "x": ones, "y": ones, "z": ones}, "differ in x, y, z;"),
     ):
         new = record(tmp_path / "new.csv", scores)
-        with pytest.raises(SystemExit) as end:
-            run("compare", old, new, "--fail-if-worse=0.1")
-        assert end.value.code == 2
-        assert reason in capsys.readouterr().err
+        assert reason in refused(capsys, "compare", old, new, "--fail-if-worse=0.1")
         run("compare", old, new, "--fail-if-worse=0.1", "--pairs", "x=x")
 
 
@@ -146,12 +139,7 @@ def test_errors_are_one_line(tmp_path, capsys):
     foggy = record(tmp_path / "c.csv", {"clean": bits("11"), "x": bits("10")}, brightness=0.5)
     none, pair = [tmp_path / "none.csv"], [one, one, "--pairs", "x=zzz"]
     for args in ([one], [one, other], [one, foggy], none, pair):
-        with pytest.raises(SystemExit) as ended:
-            run("compare", *args)
-        assert ended.value.code == 2
-        error = capsys.readouterr().err
-        assert error.startswith("lightning-rob: error: ")
-        assert error.count("\n") == 1
+        refused(capsys, "compare", *args)
 
 
 def test_of_a_folder_its_records_are_named(tmp_path, capsys):
@@ -161,7 +149,4 @@ def test_of_a_folder_its_records_are_named(tmp_path, capsys):
         path = tmp_path / "run/images/test-x.csv"
         if there:
             record(path, {"clean": bits("11"), "x": bits("10")})
-        with pytest.raises(SystemExit) as end:
-            run("compare", tmp_path / "run")
-        assert end.value.code == 2
-        assert reason.format(path) in capsys.readouterr().err
+        assert reason.format(path) in refused(capsys, "compare", tmp_path / "run")

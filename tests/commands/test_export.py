@@ -23,7 +23,7 @@ from lightning_rob.defenses import (
 from lightning_rob.randomness import Streams
 from lightning_rob.rules import majority, random_member
 from lightning_rob.transforms import GaussianNoise, HorizontalFlip
-from tests.tiny import Blobs, TinyNet, recipe, run
+from tests.tiny import Blobs, TinyNet, run
 
 SEED = 5
 LOADER = """
@@ -74,7 +74,6 @@ def turned(*names):
 
 CASES = {
     "single": lambda: Single(nets(1)[0]),
-    "random_member": lambda: Ensemble(nets(3), [0.5, 0.3, 0.2], random_member),
     "transforms": lambda: turned("filter_median"),
     "rt": rt,
     "mixture": lambda: Mixture([Ensemble(nets(2)), behind("noise_gaussian")], [0.4, 0.6]),
@@ -169,16 +168,14 @@ def test_invalid_options():
             ExportConfig(**options)
 
 
-def test_the_command_exports_a_checkpoint(tmp_path, capsys, monkeypatch):
-    run("fit", "--config", recipe(tmp_path))
-    checkpoint = next(tmp_path.rglob("*.ckpt"))
+def test_the_command_exports_a_checkpoint(trained, tmp_path, capsys, monkeypatch):
     out = tmp_path / "defense.pt2"
     monkeypatch.chdir(tmp_path)
-    run("export", "--ckpt_path", checkpoint, "--out", out, "--trainer.accelerator=cpu")
+    run("export", "--ckpt_path", trained, "--out", out, "--trainer.accelerator=cpu")
     printed = capsys.readouterr().out
     assert "Ensemble under random_member, 2 draws" in printed
     assert "It takes 1 to 4096 images of 3 x 8 x 8 at a time, and no others" in printed
-    run("predict", "--ckpt_path", checkpoint, "--trainer.accelerator=cpu")
+    run("predict", "--ckpt_path", trained, "--trainer.accelerator=cpu")
     rows = next(tmp_path.rglob("predictions.csv")).read_text().splitlines()[1:]
     predicted = torch.tensor([[float(cell) for cell in row.split(",")[2:]] for row in rows])
     images = torch.stack([image for image, _ in Blobs().source(train=False)])

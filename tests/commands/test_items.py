@@ -28,22 +28,15 @@ from lightning_rob.nets.weights import read_file
 from lightning_rob.runtime.errors import InputError, visible
 from lightning_rob.threat import Threat
 from tests.cli.hostile import CANARY, evil
-from tests.tiny import pgd, recipe, robust_eval, run
+from tests.tiny import pgd, robust_eval, run
 
 CALLS = []
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+@pytest.fixture
+def content(trained):
     """Content of a checkpoint."""
-    torch.set_num_threads(1)
-    top = tmp_path_factory.mktemp("trained")
-    init = {"net": {"class_path": "tests.tiny.TinyNet"}, "attack": pgd(random_start=False)}
-    module = {"class_path": "lightning_rob.modules.AdversarialTraining", "init_args": init}
-    file = recipe(top, model=module, trainer__max_epochs=1)
-    run("fit", "--config", file, "--test_after_fit=false")
-    (path,) = (top / "run/version_0/checkpoints").glob("epoch*.ckpt")
-    return torch.load(path, weights_only=True)
+    return torch.load(trained, weights_only=True)
 
 
 def saved(content, path, step):
@@ -53,13 +46,13 @@ def saved(content, path, step):
 NAMES = [b"caf\xe9.ckpt", b"\x1b]0;title\x07.ckpt", b"a\nlightning-rob: alarm: forged.ckpt"]
 
 
-def test_odd_names_are_escaped_everywhere(trained, tmp_path, monkeypatch, capfd):
+def test_odd_names_are_escaped_everywhere(content, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(folder, "SETTLE", 0.0)
     place = tmp_path / "checkpoints"
     place.mkdir()
     for step, name in enumerate(NAMES):
-        weights = {k: v + 1e-3 * step for k, v in trained["state_dict"].items()}
-        saved(trained | {"state_dict": weights}, place / os.fsdecode(name), step)
+        weights = {k: v + 1e-3 * step for k, v in content["state_dict"].items()}
+        saved(content | {"state_dict": weights}, place / os.fsdecode(name), step)
         (place / os.fsdecode(b"x" + name)).write_text("no checkpoint")
     suite = tmp_path / "suite.yaml"
     suite.write_text(yaml.safe_dump(robust_eval({"pgd": pgd(random_start=False)})))
@@ -178,10 +171,10 @@ class FailsAt(Callback):
 
 
 def test_a_value_of_a_sweep_that_fails_is_named_and_the_others_are_measured(
-    trained, tmp_path, monkeypatch, capsys
+    content, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    saved(trained, tmp_path / "a.ckpt", 1)
+    saved(content, tmp_path / "a.ckpt", 1)
     fails = {"class_path": f"{__name__}.FailsAt", "init_args": {"number": 2}}
     plugged = [fails, robust_eval({"pgd": pgd(random_start=False)})]
     callbacks = [f"--trainer.callbacks+={json.dumps(one)}" for one in plugged]

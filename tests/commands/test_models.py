@@ -9,7 +9,7 @@ import yaml
 from lightning_rob.commands.monitor import loop
 from tests.commands import test_monitor
 from tests.commands.test_monitor import EPOCHS, evaluated, events
-from tests.tiny import run
+from tests.tiny import exit_code
 
 trained = test_monitor.trained
 
@@ -36,11 +36,7 @@ def listed(trained, tmp_path):
 
 
 def watch(file, *args) -> int:
-    try:
-        run("monitor", "--models", file, "--trainer.accelerator=cpu", *args)
-    except SystemExit as stop:
-        return stop.code
-    return 0
+    return exit_code("monitor", "--models", file, "--trainer.accelerator=cpu", *args)
 
 
 def test_a_broken_model_stops_no_other(listed, trained, tmp_path, monkeypatch, capsys):

@@ -41,7 +41,17 @@ from lightning_rob.metrics import holm, robust_accuracy
 from lightning_rob.threat import Threat
 from tests.commands.test_notify import Receiver, code_of, evaluation, forked
 from tests.schema import checked
-from tests.tiny import KEPT, TinyNet, arc, images_of, pgd, recipe, robust_eval, run
+from tests.tiny import (
+    KEPT,
+    TinyNet,
+    arc,
+    exit_code,
+    images_of,
+    pgd,
+    recipe,
+    robust_eval,
+    run,
+)
 
 THREAT = Threat("linf", 16 / 255)
 ATTACKS = (PGD(THREAT, 3, 8 / 255, random_start=False), ARC(THREAT, 3, 16 / 255))
@@ -81,14 +91,10 @@ def put(trained, watched):
     return one
 
 
-def monitor(trained, watched, *args) -> int:
+def monitor(trained, watched, *args, suites=2) -> int:
     """The exit code."""
-    suite = [arg for i in range(2) for arg in ("--suite", trained / f"suite{i}.yaml")]
-    try:
-        run("monitor", watched, *suite, "--trainer.accelerator=cpu", *args)
-    except SystemExit as stop:
-        return stop.code
-    return 0
+    suite = [arg for i in range(suites) for arg in ("--suite", trained / f"suite{i}.yaml")]
+    return exit_code("monitor", watched, *suite, "--trainer.accelerator=cpu", *args)
 
 
 def lines(watched) -> list[dict]:
@@ -271,12 +277,7 @@ def rewritten(source: Path, target: Path, change) -> None:
 
 def watch(trained, watched, *args) -> int:
     """The exit code with only the attack that any defense takes."""
-    try:
-        suite = ("--suite", trained / "suite0.yaml", "--trainer.accelerator=cpu", "--once")
-        run("monitor", watched, *suite, *args)
-    except SystemExit as stop:
-        return stop.code
-    return 0
+    return monitor(trained, watched, "--once", *args, suites=1)
 
 
 def test_weights_and_model_count_and_nothing_is_evaluated_twice(trained, watched, put):

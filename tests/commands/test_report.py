@@ -20,7 +20,7 @@ from lightning_rob.commands.report.runs import (
 from lightning_rob.commands.report.sections import run_section, votes
 from lightning_rob.commands.specs import flat, inner_attacks, other_arguments, short, threat_text
 from lightning_rob.plots import heat_map, save
-from tests.tiny import ROOT, recipe, records, run
+from tests.tiny import ROOT, recipe, records, refused, run
 
 VOID = {"meta", "link", "img", "br", "line", "hr", "input"}
 OBJECTIVE = "lightning_rob.objectives.expected_ce"
@@ -348,25 +348,16 @@ def test_a_folder_with_a_sweep_or_a_gallery_only(tmp_path):
     assert page.tags.count("img") == 1
 
 
-def fails(capsys, *args):
-    with pytest.raises(SystemExit) as exit_:
-        main(["report", *map(str, args)])
-    assert exit_.value.code == 2
-    (message,) = capsys.readouterr().err.splitlines()
-    assert message.startswith("lightning-rob: error: ")
-    return message
-
-
 def test_errors_are_one_line(tmp_path, whole, capsys):
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert "no records in" in fails(capsys, empty)
+    assert "no records in" in refused(capsys, "report", empty)
     (empty / "robust.jsonl").write_text(json.dumps(line("pgd", 0.5) | {"schema": 2}) + "\n")
-    assert "have schema 2, this version reads 1" in fails(capsys, empty)
-    assert "there is no folder" in fails(capsys, tmp_path / "nowhere")
-    assert f"such as {whole}" in fails(capsys, whole / "robust.jsonl")
-    assert "ends in .html" in fails(capsys, whole, "--out", tmp_path / "x.pdf")
-    assert "RUN" in fails(capsys)
+    assert "have schema 2, this version reads 1" in refused(capsys, "report", empty)
+    assert "there is no folder" in refused(capsys, "report", tmp_path / "nowhere")
+    assert f"such as {whole}" in refused(capsys, "report", whole / "robust.jsonl")
+    assert "ends in .html" in refused(capsys, "report", whole, "--out", tmp_path / "x.pdf")
+    assert "RUN" in refused(capsys, "report")
 
 
 def test_files_go_to_the_run_or_here(tmp_path, whole, monkeypatch, capsys):
@@ -390,7 +381,7 @@ def test_a_template_of_the_user_overrides_a_block(whole, capsys):
     assert "p { color: red }" in html and "61.2%" in html
     assert "--ink" not in html.partition("<body>")[0]
     template.write_text("{% for %}")
-    assert "cannot be used" in fails(capsys, whole, "--template", template)
+    assert "cannot be used" in refused(capsys, "report", whole, "--template", template)
 
 
 def test_no_torch_is_needed(whole):

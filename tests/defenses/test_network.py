@@ -21,6 +21,7 @@ from lightning_rob.evaluation import evaluate
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import GaussianNoise
 from tests.attacks.common import images, seeded, trained_net
+from tests.audit.planted import Through
 
 THREAT = Threat("linf", "32/255")
 ATTACKS = {
@@ -29,17 +30,6 @@ ATTACKS = {
     "deepfool": DeepFool(THREAT, 3),
     "inside": WithBackward(PGD(THREAT, 2, "16/255"), InsideBounds()),
 }
-
-
-class Returning(nn.Module):
-    """A network whose logits are changed into another output."""
-
-    def __init__(self, net, change):
-        super().__init__()
-        self.net, self.change = net, change
-
-    def forward(self, x):
-        return self.change(self.net(x))
 
 
 UNDERSTOOD = {
@@ -62,7 +52,7 @@ KINDS = {
 @pytest.mark.parametrize("wrap", KINDS.values(), ids=KINDS.keys())
 def test_logits_are_found(wrap, change):
     x, _ = images(4)
-    plain, other = (wrap(Returning(trained_net(1), f)).eval() for f in (nn.Identity(), change))
+    plain, other = (wrap(Through(trained_net(1), after=f)).eval() for f in (nn.Identity(), change))
     expected, found = (d.adapt(x, seeded(1)).logits(x, seeded()) for d in (plain, other))
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)  # of half precision
@@ -71,7 +61,7 @@ def test_logits_are_found(wrap, change):
 def test_attacks_see_the_same_network_behind_an_object():
     x, y = images(8)
     plain, other = (
-        evaluate(Ensemble([Returning(trained_net(i), f) for i in (1, 2)]), ATTACKS, [(x, y)])
+        evaluate(Ensemble([Through(trained_net(i), after=f) for i in (1, 2)]), ATTACKS, [(x, y)])
         for f in (nn.Identity(), UNDERSTOOD["object"])
     )
     assert torch.equal(other.scores, plain.scores)
@@ -95,8 +85,8 @@ REFUSED = {
 @pytest.mark.parametrize(("change", "what"), REFUSED.values(), ids=REFUSED.keys())
 def test_other_outputs_are_named(change, what):
     x, y = images(3)
-    net = Returning(trained_net(1), change)
-    wanted = rf"Returning returned {what}.* logits \[B, K\] are wanted, here .*\[3, K\].*: wrap"
+    net = Through(trained_net(1), after=change)
+    wanted = rf"Through returned {what}.* logits \[B, K\] are wanted, here .*\[3, K\].*: wrap"
     for defense in (Single(net), Ensemble([net, net])):
         with pytest.raises((TypeError, ValueError), match=wanted):
             defense(x)

@@ -1,5 +1,4 @@
 import copy
-import hashlib
 import pickle
 from collections import Counter
 from functools import partial
@@ -24,6 +23,7 @@ from lightning_rob.nets import LeNet, MNISTNet, SmallCNN
 from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
 from tests.attacks.common import seeded
+from tests.defenses.test_transductive_contract import same
 from tests.fakedev import Waits, emulated
 from tests.tiny import TinyNet, blobs, fit_all
 
@@ -43,27 +43,9 @@ def rmc(net=NET, **options):
     return RMC(net, **settings | options)
 
 
-def state(defense):
-    """All that may not change: weights, buffers, modes, gradients and the optimizer's moments."""
-    digest = hashlib.sha256()
-    for name, tensor in [*defense.named_parameters(), *defense.named_buffers()]:
-        digest.update(f"{name} {tensor.requires_grad} {tensor.grad is None}".encode())
-        digest.update(tensor.detach().numpy().tobytes())
-    digest.update(str([module.training for module in defense.modules()]).encode())
-    for moments in (defense.moments or {"state": {}})["state"].values():
-        for tensor in moments.values():
-            digest.update(torch.as_tensor(tensor).numpy().tobytes())
-    return digest.hexdigest()
-
-
 def same_nets(a, b):
     pairs = zip(a.state_dict().values(), b.state_dict().values(), strict=True)
     return all(torch.equal(one, other) for one, other in pairs)
-
-
-def same(a, b):
-    """Whether two defenses have learned the same, to the last bit."""
-    return same_nets(a.adapted, b.adapted) and state(a) == state(b)
 
 
 # neighbours

@@ -16,15 +16,11 @@ from lightning_rob.nets import LeNet, MNISTNet, PreActResNet18, ResNet20, SmallC
 from lightning_rob.randomness import generator_from, seeded_global_rng
 from lightning_rob.threat import Threat
 from tests.attacks.common import seeded as chance
+from tests.modules.support import batch
 from tests.tiny import Blobs, TinyNet, blobs, same_weights
 
 THREAT = Threat("linf", 32 / 255)
 ATTACK = PGD(THREAT, steps=2, step_size=16 / 255)
-
-
-def batch(n=8):
-    chance = torch.Generator().manual_seed(3)
-    return torch.rand(n, 3, 8, 8, generator=chance), torch.randint(0, 4, (n,), generator=chance)
 
 
 class Spy(Attack):

@@ -40,6 +40,7 @@ from lightning_rob.rules import majority, mean_probs
 from lightning_rob.tables import table_text
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import GaussianNoise, HorizontalFlip
+from tests.audit.planted import Through
 from tests.callbacks.test_any_module import trainer
 from tests.forked import Forked
 from tests.tiny import Blobs, TinyNet
@@ -246,15 +247,9 @@ def test_attacks_that_do_nothing_do_not_bias_the_worst(spread, inferences):
         assert inside >= 0.94 * runs
 
 
-class Noisy(nn.Module):
-    """A network with noise of its own, from torch's global stream."""
-
-    def __init__(self, net):
-        super().__init__()
-        self.net = net
-
-    def forward(self, x):
-        return self.net(x + 0.2 * torch.randn_like(x))
+def noisy(net):
+    """A defense whose network has noise of its own, from torch's global stream."""
+    return Single(Through(net, lambda x: x + 0.2 * torch.randn_like(x)))
 
 
 class Whim(Transductive):
@@ -300,7 +295,7 @@ KINDS = {
     "random transforms": (transformed, True),
     "random transforms, majority": (lambda: transformed(3, majority), True),
     "mixture": (lambda: Mixture([transformed(), Single(linear(1))]), True),
-    "noise of its own": (lambda: Single(Noisy(linear())), True),
+    "noise of its own": (lambda: noisy(linear()), True),
     "adapts": (lambda: Whim(linear()), False),
     "adapts and remembers": (lambda: Moods(linear()), False),
 }
@@ -368,7 +363,7 @@ def test_private_draws_are_for_what_adapts():
 def test_a_network_with_noise_of_its_own_is_evaluated_reproducibly():
     """Whatever the global random state, which is left as it was."""
     torch.manual_seed(0)
-    module = AdversarialTraining(TinyNet, defense=lambda net: Single(Noisy(net)))
+    module = AdversarialTraining(TinyNet, defense=noisy)
     attack = PGD(Threat("linf", 0.1), 2, 0.05)
     found = []
     for seed in (1, 2):

@@ -21,13 +21,6 @@ from tests.tiny import Blobs, arc, pgd, recipe, records, robust_eval, run
 CSV = "run/version_0/images/test-apgd+arc.csv"
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("trained")
-    run("fit", "--config", recipe(folder))
-    return next(folder.glob("run/version_0/checkpoints/*.ckpt"))
-
-
 def evaluated(folder, checkpoint, *args, **options):
     folder.mkdir(exist_ok=True)
     callbacks = [robust_eval({"apgd": pgd(), "arc": arc(random_start=True)}, **options)]

@@ -18,10 +18,8 @@ def saving(steps):
 
 
 def batch(n=8):
-    generator = torch.Generator().manual_seed(3)
-    return torch.rand(n, 3, 8, 8, generator=generator), torch.randint(
-        0, 4, (n,), generator=generator
-    )
+    chance = torch.Generator().manual_seed(3)
+    return torch.rand(n, 3, 8, 8, generator=chance), torch.randint(0, 4, (n,), generator=chance)
 
 
 class Spy(Attack):

@@ -7,30 +7,16 @@ from torch import nn
 from lightning_rob.attacks import PGD
 from lightning_rob.defenses import Ensemble, Mixture, RandomTransforms, Single
 from lightning_rob.objectives import expected_margin, linear
-from lightning_rob.randomness import Streams
 from lightning_rob.rules import mean_probs
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import LAB, ColorJitter, Gamma, GaussianNoise
-
-
-class Flat(nn.Module):
-    def __init__(self, classes=2):
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear = nn.Linear(3 * 8 * 8, classes)
-
-    def forward(self, x):
-        return self.linear(x.flatten(1))
-
-
-def streams(n, key=0):
-    return Streams.from_index(torch.arange(n), key)
+from tests.defenses.test_random_transforms import Flat, streams
 
 
 @pytest.mark.parametrize("transform", [Gamma(0.5), LAB(0.3), ColorJitter(0.3)])
 def test_attack_sees_black_pixels_through_a_transform(transform):
     """A step from black images must do better than the same step on noise of random signs."""
-    net, x = Flat(), torch.zeros(16, 3, 8, 8)
+    net, x = Flat(classes=2), torch.zeros(16, 3, 8, 8)
     y = net(x).argmax(1)
     rt = RandomTransforms(net, [transform], 1, 20)
     threat = Threat("linf", 0.1)
@@ -50,7 +36,7 @@ class Steep(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.net = Flat()
+        self.net = Flat(classes=2)
 
     def forward(self, x):
         z = self.net(x)
@@ -74,7 +60,7 @@ def test_an_infinite_gradient_of_one_pixel_does_not_stop_the_others():
 
 def test_a_mixture_of_one_defense_predicts_like_it():
     x = torch.rand(200, 3, 8, 8, generator=torch.Generator().manual_seed(1))
-    net = Flat()
+    net = Flat(classes=2)
     y = net(x).argmax(1)
     rt = RandomTransforms(net, [GaussianNoise(0.5)], 1, 20, rule=mean_probs)
 
@@ -90,6 +76,6 @@ def test_a_mixture_of_one_defense_predicts_like_it():
 )
 def test_a_defense_in_the_place_of_a_network_is_refused(wrap):
     """Its predictions are one-hot, from the global random stream: no gradient, no seed."""
-    rt = RandomTransforms(Flat(), [GaussianNoise(0.1)], 1, 2)
+    rt = RandomTransforms(Flat(classes=2), [GaussianNoise(0.1)], 1, 2)
     with pytest.raises((TypeError, ValueError), match=r"Mixture|network"):
         wrap(rt)

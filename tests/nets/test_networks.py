@@ -170,7 +170,7 @@ def entries(net):
 @pytest.mark.parametrize(("build", "make"), REFERENCES.values(), ids=REFERENCES.keys())
 def test_forward_equals_the_library(build, make):
     torch.manual_seed(1)
-    x = images(batch=4).double()
+    x = images().double()
     net, reference = with_statistics(build(**STATISTICS).double(), x), make().double()
     names = dict(zip(entries(reference), entries(net), strict=True))
     state, old = net.state_dict(), reference.state_dict()
