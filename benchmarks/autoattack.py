@@ -28,7 +28,7 @@ from lightning_rob.nets import SmallCNN
 from lightning_rob.objectives import classification_loss
 from lightning_rob.threat import Threat
 
-SEED = 0
+SEED = 0  # of the training
 PASSES = 2800  # of Auto: half of those that AutoAttack takes on robust networks
 DATA = {"Digits5k": (Digits5k, 1), "Patches10": (Patches10, 3)}  # name -> images, channels
 
@@ -81,34 +81,34 @@ def trained(data, threat, epochs, standard, small):
     return net.eval().requires_grad_(False)
 
 
-def own(counted, threat, **options):
+def own(counted, threat, seed, **options):
     attack, defense = AutoAttack(threat, **options), Single(counted.net)
-    return lambda x, y: attack(defense, x, y, torch.Generator().manual_seed(SEED))
+    return lambda x, y: attack(defense, x, y, torch.Generator().manual_seed(seed))
 
 
-def auto(counted, threat):
+def auto(counted, threat, seed):
     """Auto with about half of the passes of AutoAttack."""
     attack, defense = Auto(threat, PASSES), Single(counted.net)
-    return lambda x, y: attack(defense, x, y, torch.Generator().manual_seed(SEED))
+    return lambda x, y: attack(defense, x, y, torch.Generator().manual_seed(seed))
 
 
-def adapter(counted, threat):
-    return own(counted, threat, reference=True)
+def adapter(counted, threat, seed):
+    return own(counted, threat, seed, reference=True)
 
 
-def pyautoattack(counted, threat):
+def pyautoattack(counted, threat, seed):
     import pyautoattack
 
     norm = threat.norm.capitalize()
-    suite = pyautoattack.AutoAttack(counted, norm=norm, eps=threat.eps, seed=SEED)
+    suite = pyautoattack.AutoAttack(counted, norm=norm, eps=threat.eps, seed=seed)
     return lambda x, y: suite.run_standard_evaluation(x, y, batch_size=len(x))[0]
 
 
-def torchattacks(counted, threat):
+def torchattacks(counted, threat, seed):
     import torchattacks
 
     norm = threat.norm.capitalize()
-    return torchattacks.AutoAttack(counted, norm=norm, eps=threat.eps, seed=SEED)
+    return torchattacks.AutoAttack(counted, norm=norm, eps=threat.eps, seed=seed)
 
 
 PACKAGES = {  # row -> package, and how its attack is built
@@ -121,11 +121,11 @@ PACKAGES = {  # row -> package, and how its attack is built
 NOT_L1 = ("`Auto`", "torchattacks")
 
 
-def measured(build, net, threat, x, y):
+def measured(build, net, threat, x, y, seed):
     """Return one row: accuracy, passes, seconds, largest perturbation and side effects."""
     talk, counted = io.StringIO(), Counted(net).eval()  # torchattacks restores the mode it finds
     with contextlib.redirect_stdout(talk), contextlib.redirect_stderr(talk):
-        attack = build(counted, threat)
+        attack = build(counted, threat, seed)
         torch.manual_seed(SEED + 1)
         before, wall, cpu = torch.get_rng_state(), time.perf_counter(), time.process_time()
         x_adv = attack(x.clone(), y.clone())
@@ -149,6 +149,7 @@ def main():
     parser.add_argument("--standard", action="store_true")
     parser.add_argument("--two_layers", action="store_true", help="in place of the SmallCNN")
     parser.add_argument("--net")
+    parser.add_argument("--seed", type=int, default=0, help="of the attacks; the training has 0")
     parser.add_argument("--only", nargs="+", default=list(PACKAGES), choices=list(PACKAGES))
     options = parser.parse_args()
     threat = Threat(options.norm, options.eps)
@@ -169,7 +170,7 @@ def main():
             continue
         if threat.norm == "l1" and name in NOT_L1:
             continue
-        right, passes, seconds, largest, kept = measured(build, net, threat, x, y)
+        right, passes, seconds, largest, kept = measured(build, net, threat, x, y, options.seed)
         reference = right if reference is None else reference
         cells = [f"{100 * right.float().mean():.1f}", int((reference & ~right).sum())]
         cells += [int((~reference & right).sum()), *[f"{n:.0f}" for n in passes]]

@@ -42,7 +42,6 @@ from lightning_rob.defenses import (
 from lightning_rob.evaluation.groups import on_device
 from lightning_rob.evaluation.protocol import AttackerDefenderSession
 from lightning_rob.modules import ADP, BAT, DVERGE, GAL, TRS, AdversarialTraining, FreeTraining
-from lightning_rob.modules import TADV as TADVTraining
 from lightning_rob.nets import AthenaCNN, DANNNet, MNISTNet, ResNet20, SmallCNN
 from lightning_rob.objectives import worst_ce
 from lightning_rob.randomness import Streams
@@ -204,7 +203,7 @@ LOSSES = {
     "TRADES": lambda net: AdversarialTraining(net, PGD(LINF, 1, 0.05), trades_beta=6.0),
     "MART, AWP": lambda net: AdversarialTraining(net, PLAIN, mart_beta=5.0, awp=0.01),
     "FreeTraining": lambda net: FreeTraining(net, LINF),
-    "TADV": lambda net: TADVTraining(net, PLAIN),
+    "half of a batch": lambda net: AdversarialTraining(net, PLAIN, fraction=0.5),
     "ADP": lambda net: ADP(net, 2),
     "GAL": lambda net: GAL(net, 2),
     "TRS": lambda net: TRS(net, LINF),

@@ -127,6 +127,14 @@ class Auto(Attack):
         search = Search(self.threat, defense, x, y, generator, classes, self.stand_in)
         return self._noted(search.run(first, opening, passes))
 
+    def __call__(
+        self, defense: Defense, x: Tensor, y: Tensor, generator: Generator = None
+    ) -> Tensor:
+        before = len(self.results)
+        x_adv = super().__call__(defense, x, y, generator)
+        del self.results[before:-1]  # of a run that was repeated, as its gradients were not finite
+        return x_adv
+
     def _noted(self, found: AutoResult) -> Tensor:
         if self.notes is not None:
             self.notes.append(found)
@@ -149,7 +157,7 @@ class Auto(Attack):
     @property
     def results(self) -> list[AutoResult]:
         """The results of the calls, batch by batch, if it keeps them."""
-        return self.notes or []
+        return [] if self.notes is None else self.notes
 
     def schedule(self, defense: Defense, classes: int = 10) -> Attack:
         """Return the attacks for this kind of defense, each with its share of the passes.

@@ -28,6 +28,7 @@ from lightning_rob.objectives import (
     expected_probability_margin,
 )
 from lightning_rob.randomness import Generator, derive_seed, own_streams, seed_of
+from lightning_rob.rules import random_member
 from lightning_rob.runtime.errors import NoGradientError
 from lightning_rob.runtime.identity import attack_spec
 from lightning_rob.threat import Threat
@@ -41,7 +42,7 @@ OF_RANDOM = (0.05, 0.35, 0.2)  # for the opening, candidates and variants where 
 COPIES, NOISE = 6, 0.3  # noisy copies for each step, and their noise as a share of the radius
 DIRECTIONS, MOVE = 4, 0.3  # moves in which slopes are compared with differences; share of eps
 AGREEING = 0.5  # correlation of both from which a slope is worth following
-APART = 0.01  # of the largest logit, by which another batch may change logits
+APART = 0.01  # of the largest logit, by which noise or another batch may change logits
 COSTLY = ("queries", "copies", "stand_in")  # of an attack that needs more passes than others
 STUCK = 0.8  # share of the images left from which attacks are tried that cost more
 TARGETS = 9
@@ -164,7 +165,9 @@ class Search:
                 best.x_adv, best.right = self._alone(first, restore)
             else:
                 best.improve(first, 0, self.defense, x, self.y, self.generator)
-        except NoGradientError:  # a surrogate may have one
+        except torch.OutOfMemoryError:
+            raise
+        except (NoGradientError, RuntimeError):  # no derivative; a surrogate may have one
             restore()  # for what is found runs without this attack
             attacks, opening = [], 2 * self.networks
             self.findings.append("no gradient leads to the images")
@@ -187,7 +190,7 @@ class Search:
         winners = self._winners(judged)[: 1 if alone else None]
         free = passes - self.spent - len(winners) * self._judging
         # Slopes that say little lead into the neighbourhood of an image that fools, and no further.
-        local = int(LOCAL * free) if self.rugged and not alone else 0
+        local = int(LOCAL * free) if self.rugged and self._scored and not alone else 0
         free, total = free - local, sum(share for share, _ in winners)
         count = PassCount(self.defense, x, self.classes)
         finals = [self._within(attack, int(share / total * free)) for share, attack in winners]
@@ -213,6 +216,11 @@ class Search:
         self._note("from there", square, right, local)
         better = float(right.mean()) < float(best.right.mean())
         return self._found(x_adv, square) if better else self._found(best.x_adv, found)
+
+    @property
+    def _scored(self) -> bool:
+        """Whether Square may search: on images, by scores that are those of the prediction."""
+        return self.x.dim() == 4 and self.defense.rule is not random_member
 
     @property
     def _judging(self) -> int:
@@ -257,7 +265,8 @@ class Search:
                 views += [view, replace(view, stages=stages)] if stages else [view]
             if any(view.stages for view in views):
                 self.findings.append("values before the output that stand for logits")
-            parts = self._parts(x) if hard else {}
+            parts, cut = self._parts(x)
+            parts = parts if hard or cut else {}
             views += [replace(base, enter=name) for name, alike in parts.items() if alike]
             # A stand-in takes the place of what is cut off.
             kept = replace(base, slopes=tuple(slope for slope in hard if slope != "detached"))
@@ -275,13 +284,15 @@ class Search:
     def _look_for_noise(self, x: Tensor) -> None:
         """Find out whether equal noise gives equal logits, and whether another batch does."""
         logits, half = self._logits(x), positions(x)[: len(x) // 2]
-        self.random = not torch.equal(logits, self._logits(x))
+        # Noise that hardly moves the logits would only keep a deterministic search away.
+        change = float((self._logits(x) - logits).abs().max())
+        self.random = change > APART * float(logits.abs().max())
         if self.random:
             self.findings.append("noise of its own")
         elif len(half):
             with restricted_to(self.defense, half):
-                change = self._logits(x[half]) - logits[:, half]
-            self.together = float(change.abs().max()) > APART * float(logits.abs().max())
+                change = float((self._logits(x[half]) - logits[:, half]).abs().max())
+            self.together = change > APART * float(logits.abs().max())
             self.findings += ["predictions that depend on the batch"] if self.together else []
 
     def _observed(self, view: SurrogateGradient, x: Tensor) -> tuple[set[Slope], tuple[int, ...]]:
@@ -300,10 +311,11 @@ class Search:
         of_output = len(values) == 1 and torch.equal(values[0], seen.logits)
         return seen.met, () if of_output else places
 
-    def _parts(self, x: Tensor) -> dict[str, bool]:
+    def _parts(self, x: Tensor) -> tuple[dict[str, bool], bool]:
         """Return the first two outermost parts that take something else in the place of images x.
 
         Values say whether it has their shape. Another shape counts where no gradient leads back.
+        Beside them, whether the logits have no gradient at all.
         """
         found: dict[str, bool] = {}
         names = {module: name for name, module in self.defense.named_modules()}
@@ -314,18 +326,18 @@ class Search:
             if inner or not isinstance(z, Tensor) or z.dim() != 4 or len(z) != len(x):
                 return
             alike = z.shape == x.shape
-            if not torch.equal(z, x) if alike else not z.requires_grad:
+            if not z.requires_grad or (alike and not torch.equal(z, x)):
                 found[name] = alike
 
         handles = [module.register_forward_pre_hook(look) for module in names]
         self.spent += self.networks
         try:
             with torch.enable_grad():
-                self.defense.logits(x.clone().requires_grad_(), self._noise())
+                logits = self.defense.logits(x.clone().requires_grad_(), self._noise())
         finally:
             for handle in handles:
                 handle.remove()
-        return dict([*found.items()][:2])
+        return dict([*found.items()][:2]), not logits.requires_grad
 
     def _is_rugged(self, view: SurrogateGradient, rows: Tensor) -> bool:
         """Return whether slopes of the margin say little of its changes within the ball."""
@@ -368,7 +380,7 @@ class Search:
             yield from (replace(view, stand_in=learning) for view in self.learners)
         if judged:
             yield from self._of_best([one.attack for one in judged])
-        if stuck and not (self.random or self.together):
+        if stuck and self._scored and not (self.random or self.together):
             yield Square(self.threat)
 
     def _of_best(self, ranked: list[Any]) -> Iterator[Attack]:

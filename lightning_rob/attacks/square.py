@@ -49,7 +49,6 @@ class Square(Attack):
 
     """
 
-    knowledge: ClassVar[str] = "the predictions"
     effort: ClassVar[str] = "queries"
     threat: Threat
     queries: int = 5000
@@ -64,6 +63,11 @@ class Square(Attack):
         if not 0 < self.p <= 1:
             raise ValueError(f"p must be a share of the image in (0, 1], got {self.p}")
         check_norm(self, math.inf, 2, 1)
+
+    @property
+    def knowledge(self) -> str:  # type: ignore[override]
+        """What the attacker knows; what the attack at its start knows, if there is one."""
+        return Attack.knowledge if self.start else "the predictions"
 
     def cost(self, count: PassCount) -> int:
         before = self.start.cost(count) if self.start else 0

@@ -54,6 +54,8 @@ def run(config: AttackConfig, run: "Run") -> bool:
     run.test_with(RobustEval({"auto": auto}, **chosen))
     if run.trainer.is_global_zero and (found := auto.results):
         print(f"Radius: {threat}, {reason}")
+        if len(found) > 1:
+            print(f"Of the first of {len(found)} batches, which were searched one by one:")
         print(trail(found[0]))
         if folder := writing_folder(run.trainer):
             atomic_write_text(folder / "found.yaml", found[0].recipe)

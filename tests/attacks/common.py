@@ -202,7 +202,8 @@ def assert_inside(threat, x_adv, x):
     assert x_adv.isfinite().all()
     assert x_adv.min() >= threat.bounds[0]
     assert x_adv.max() <= threat.bounds[1]
-    assert (threat.distance(x_adv.double(), x.double()) <= threat.eps + 1e-6).all()
+    rounding = 1e-6 * max(1, threat.eps)
+    assert (threat.distance(x_adv.double(), x.double()) <= threat.eps + rounding).all()
 
 
 def snapshot(defense):

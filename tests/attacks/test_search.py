@@ -172,6 +172,41 @@ def test_a_search_without_slopes_goes_on_where_they_mislead():
     assert (THREAT.distance(found.x_adv, x) <= 1 + 1e-5).all()
 
 
+def test_tiny_noise_hides_nothing():
+    """Noise that hardly moves the logits keeps no part of the search away."""
+    x, y = images(IMAGES, seed=4)
+    calm = Through(trained_net(1), before=waved)
+    noisy = Through(trained_net(1), before=lambda x: waved(x + 1e-6 * torch.randn_like(x)))
+    left = [left_by(Auto(THREAT, PASSES), net, x, y) for net in (calm, noisy)]
+    assert left[1] <= left[0] + 3.1 / IMAGES
+
+
+def test_a_front_in_inference_mode_is_passed_by():
+    """Nothing that a forward pass shows has no slope, and yet there is no gradient."""
+    x, y = images(IMAGES, seed=4)
+    net = Through(trained_net(1), before=torch.inference_mode()(lambda x: 1 * x))
+    assert left_by(Auto(THREAT, PASSES), net, x, y) <= left_plain() + 1.1 / IMAGES
+
+
+def test_inputs_that_are_no_images():
+    """Without Square, which has windows, where slopes mislead."""
+    x, y = images(IMAGES, seed=4)
+    net = Through(trained_net(1), before=lambda z: waved(z).view(-1, *x.shape[1:]))
+    left = left_by(Auto(THREAT, PASSES), net, x.flatten(1), y)
+    assert left < 0.8
+
+
+def test_a_run_that_is_repeated_has_one_result():
+    """Where gradients are not finite at a bound, the attack runs once more, inside of it."""
+    x, _ = images(IMAGES, seed=4)
+    x[:, :, :2] = 0
+    net = Through(trained_net(1), before=lambda x: x.sqrt())
+    noting = Auto(THREAT, PASSES).noting()
+    x_adv = noting(Single(net), x, net(x).argmax(1), seeded())
+    (result,) = noting.results
+    assert torch.equal(result.x_adv, x_adv)
+
+
 @pytest.mark.parametrize(
     ("name", "noise"),
     [

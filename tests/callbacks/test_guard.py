@@ -202,15 +202,15 @@ def test_a_signal_that_comes_too_late_to_stop_anything_still_tells():
 def test_signals_while_the_run_ends_leave_no_handler_behind(monkeypatch):
     """`timeout` and supervisors send several; a handler that is left prints a traceback at exit."""
     before = {signum: signal.getsignal(signum) for signum in SIGNALS}
-    restore = signal.set_wakeup_fd
+    restore = signal.signal
 
-    def interrupted(*args, **options):
-        if not options:  # the call that restores the former descriptor
+    def interrupted(signum, handler):
+        if handler is not stop:  # a call that restores a former handler
             stop(signal.SIGTERM, None)
             stop(signal.SIGTERM, None)
-        return restore(*args, **options)
+        return restore(signum, handler)
 
-    monkeypatch.setattr(signal, "set_wakeup_fd", interrupted)
+    monkeypatch.setattr(signal, "signal", interrupted)
     with pytest.raises(SystemExit) as exit_, handle_signals():
         pass
     assert exit_.value.code == 143

@@ -170,7 +170,7 @@ def test_searches_for_a_batch_work_in_parts_of_it(build, monkeypatch):
     """Where caches or memory hold only some images: targets and labels go with them."""
 
     def loss(at_once):
-        monkeypatch.setattr("lightning_rob.attacks.base.images_at_once", lambda x: at_once)
+        monkeypatch.setattr("lightning_rob.attacks.base.images_at_once", lambda *_: at_once)
         torch.manual_seed(0)
         module = build().double().train()
         module.noise = Streams.from_index(torch.arange(8), 1)

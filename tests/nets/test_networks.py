@@ -67,6 +67,7 @@ def normalised(x):
 
 def test_every_network_is_in_the_list():
     kinds = {type(build()) for build, *_ in NETS.values()} | FIXED_DEPTH | {Normalize}
+    kinds |= {nets.TransformersNet}  # tests/nets/test_hugging_face.py
     assert {kind for kind in vars(nets).values() if isinstance(kind, type)} == kinds
 
 
