@@ -205,7 +205,7 @@ def test_signals_while_the_run_ends_leave_no_handler_behind(monkeypatch):
     restore = signal.signal
 
     def interrupted(signum, handler):
-        if handler is not stop:  # a call that restores a former handler
+        if stop.closing:  # a call that restores a former handler
             stop(signal.SIGTERM, None)
             stop(signal.SIGTERM, None)
         return restore(signum, handler)
