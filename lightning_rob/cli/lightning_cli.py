@@ -167,7 +167,10 @@ class RobustCLI(LightningCLI):
         if path is not None and path not in NAMED:
             recipe = config_in_checkpoint(self.checkpoint_io.peek(path), path)
             if not (recipe or given):
-                raise InputError(f"{path} does not say what it is a checkpoint of: add --config")
+                raise InputError(
+                    f"{path} does not say what it is a checkpoint of: add --config RECIPE or, of "
+                    "your own Trainer, --model mine.Module --data mine.Data --allow-import mine"
+                )
         elif (self.method or self.line.args) and not given:
             raise InputError(
                 "say what to run: --config RECIPE, or --ckpt_path CHECKPOINT of such a run"
@@ -260,6 +263,8 @@ class RobustCLI(LightningCLI):
         if not self.config.get("ckpt_path"):
             self.before_predict()
             return
+        if getattr(self.line.options, "over", "") == "eps":
+            return  # a sweep of radii
         # Attacks at another radius than that of the training.
         trained = trained_threat(self.model)
         threats = [attack.threat for attack in self._attacks().values()]

@@ -109,19 +109,31 @@ def _summarize(folder: Path, seeds: Sequence[int]) -> None:
     if not by_seed:
         return
     table = Table(title=f"{len(by_seed)} trainings", title_justify="left")
-    for head in ("attack", "on", "mean", "95 % over seeds", *(f"seed {seed}" for seed in by_seed)):
+    for head in (
+        "attack",
+        "on",
+        "images",
+        "mean",
+        "95 % over seeds",
+        *(f"seed {seed}" for seed in by_seed),
+    ):
         table.add_column(head, justify="left" if head in ("attack", "on") else "right")
     rows = []
     for key in dict.fromkeys(one.key for found in by_seed.values() for one in found):
-        values = [one.accuracy for found in by_seed.values() for one in found if one.key == key]
+        results = [one for found in by_seed.values() for one in found if one.key == key]
+        values = [one.accuracy for one in results]
         low, high = student(values) if len(values) > 1 else (0.0, 1.0)
         low, high = max(low, 0.0), min(high, 1.0)
         name, target = key
+        images = [*dict.fromkeys(one.n for one in results)]  # of another `max_images`, if several
         row = {"name": name, "target": target, "accuracies": values, "seeds": [*by_seed]}
+        row["images"] = images
         rows.append(row | {"mean": fmean(values), "interval": [low, high]})
         span = f"{100 * low:.1f} … {100 * high:.1f}"
         each = [f"{value:.1%}" for value in values]
-        table.add_row(name, target.replace("_", " "), f"{fmean(values):.1%}", span, *each)
+        shown = ", ".join(map(str, images))
+        mean = f"{fmean(values):.1%}"
+        table.add_row(name, target.replace("_", " "), shown, mean, span, *each)
     Console().print(table)
     atomic_write_text(folder / "seeds.json", json.dumps(rows, indent=1) + "\n")
     print(visible(f"Wrote {folder}/seeds.json; lightning-rob report {folder} has all runs"))

@@ -47,8 +47,9 @@ def _read_folder(folder: Path) -> dict[str, Any]:
         and isinstance(entry["checkpoint"], dict)
     ):
         raise ValueError(
-            f"{folder} is not of lightning-rob export: its {CONFIG} has no {ENTRY!r}; a network "
-            "of timm is lightning_rob.nets.ZooNet('hf-hub:org/name')"
+            f"{folder} is not of lightning-rob export: its {CONFIG} has no {ENTRY!r}; in Python "
+            f"lightning_rob.load({str(folder)!r}) reads a classifier of transformers, and "
+            "lightning_rob.nets.ZooNet('hf-hub:org/name') a network of timm"
         )
     tensors = read_file(folder / WEIGHTS)
     state = {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{SAVED}.")}

@@ -18,7 +18,9 @@ def parse_thresholds(text: str) -> dict[str, float]:
         except ValueError:
             minimum = math.nan  # which is in no range
         if not name or not 0 <= minimum <= 1:
-            raise ValueError(f"a threshold is NAME=VALUE, such as robust/worst=0.40, got {part!r}")
+            raise ValueError(
+                f"a threshold is NAME=VALUE, from 0 to 1, such as robust/worst=0.40, got {part!r}"
+            )
         minima[name] = minimum
     return minima
 

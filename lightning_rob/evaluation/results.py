@@ -213,7 +213,10 @@ class EvaluationResult:
             )
 
     def compare(self, first: str, second: str) -> Paired:
-        """Compare two columns image by image: the second minus the first; see `metrics.paired`."""
+        """Compare two columns image by image: the second minus the first; see `metrics.paired`.
+
+        Two results: `paired(a.per_image("pgd"), b.per_image("pgd"))` of `lightning_rob.metrics`.
+        """
         return paired(self.per_image(first), self.per_image(second))
 
     def resubmitted(self, name: str, times: int) -> Result:
@@ -373,6 +376,11 @@ class EvaluationResult:
 
 
 def _check_name(name: str, names: Sequence[str]) -> None:
+    if not isinstance(name, str):
+        raise TypeError(
+            f"give the name of an attack, got {type(name).__name__}; two results are compared by "
+            "lightning_rob.metrics.paired(a.per_image(name), b.per_image(name))"
+        )
     if name not in names:
         raise KeyError(f"no attack is called {name!r}: choose from {', '.join(names)}")
 

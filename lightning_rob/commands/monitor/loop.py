@@ -349,10 +349,14 @@ class Watched:
     def finish(self) -> None:
         """Record the exit code: 1 after an alarm since the last end, else 0."""
         if not self.history.lines:
-            raise ValueError(f"there is no checkpoint in {self.config.run}")
+            raise ValueError(
+                f"there is no checkpoint in {self.config.run}: *.ckpt or checkpoints/**/*.ckpt"
+            )
         alarmed = bool(self.history.unreported())
         # The last checkpoint is judged by the current options, however old its evaluation is.
         found = [] if alarmed else final_alarms(self.config, self.history, self.key)
+        for alarm in found:
+            warn(f"{self.label}{alarm}")
         code = int(alarmed or bool(found))
         self.record({"event": "ended", "date": timestamp(), "alarm": found, "code": code})
         self.code = code
