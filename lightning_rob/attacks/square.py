@@ -66,7 +66,7 @@ class Square(Attack):
 
     @property
     def knowledge(self) -> str:  # type: ignore[override]
-        """What the attacker knows; what the attack at its start knows, if there is one."""
+        """The knowledge of the attacker: that of the attack at its start, if there is one."""
         return Attack.knowledge if self.start else "the predictions"
 
     def cost(self, count: PassCount) -> int:
