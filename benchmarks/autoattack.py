@@ -65,7 +65,7 @@ def two_layers(pixels):
     return nn.Sequential(nn.Flatten(), nn.Linear(pixels, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
-def trained(data, threat, epochs, standard, small):
+def trained(data, threat, epochs, standard, small=False):
     torch.manual_seed(SEED)
     x, y = images(data, train=True, most=5000)
     net = two_layers(x[0].numel()) if small else SmallCNN(channels=DATA[data][1])

@@ -108,7 +108,7 @@ def main():
     parser.add_argument("--group_size", type=int, default=16)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    net = trained(THREAT, 2, standard=False)
+    net = trained("Digits5k", THREAT, 2, standard=False)
     data = digits_in_blocks(net, args.images, args.group_size)
     times = group_times(net, data, args.group_size)
     one, two = (measured(net, data, args.group_size, processes) for processes in (1, 2))

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from timing import printed
 
+from lightning_rob import RobustEval
 from lightning_rob.attacks import TransferFromStatic
 from lightning_rob.cli import main as command_line
 from lightning_rob.defenses.transductive import give_source
@@ -45,8 +46,10 @@ def trained(folder):
     give_source(built.model.defense, built.datamodule.labelled)
     test = built.datamodule.parts["test"]
     x, y, index = zip(*(test[i] for i in range(len(test))), strict=True)
-    game = next(c for c in built.trainer.callbacks if getattr(c, "protocol", None))
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(game.seed))
+    evals = [c for c in built.trainer.callbacks if isinstance(c, RobustEval)]
+    game = next(c for c in evals if c.settings.protocol)
+    chance = torch.Generator().manual_seed(game.settings.seed)
+    order = torch.randperm(len(x), generator=chance)
     images = torch.stack(x)[order], torch.tensor(y)[order], torch.tensor(index)[order]
     return built.model.defense.eval(), game.attacks, images
 

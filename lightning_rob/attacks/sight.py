@@ -67,10 +67,13 @@ def own_sight(images: int, device: torch.device, generator: Generator) -> Iterat
     # Rows of an outermost attack are places in its own batch, even if that is part of a larger one.
     streams = generator if outer is None and isinstance(generator, Streams) else None
     rows = None if streams is None else streams.rows
+    # Of another number of images, as of those that a defense learns from, nothing says which.
+    known = isinstance(generator, Streams) and generator.rows is not None
+    within = outer if outer and (known or images == len(outer.asked)) else None
     try:
         if streams is not None:
             streams.rows = None
-        with _entered(Sight(images, device, outer)) as sight:
+        with _entered(Sight(images, device, within, watched=within is not outer)) as sight:
             yield sight
     finally:
         if streams is not None:

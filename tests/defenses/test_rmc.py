@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from lightning_rob.attacks import PGD
+from lightning_rob.attacks import GMSA, PGD
 from lightning_rob.defenses import Single
 from lightning_rob.defenses.rmc import (
     RMC,
@@ -46,6 +46,15 @@ def rmc(net=NET, **options):
 def same_nets(a, b):
     pairs = zip(a.state_dict().values(), b.state_dict().values(), strict=True)
     return all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_an_attack_can_be_the_first_use():
+    """The attacks of the training set, in parts of 64, are on none of the images around them."""
+    conv = SmallCNN(channels=1).eval()
+    source = torch.rand(150, 1, 12, 12, generator=seeded()), torch.arange(150) % 10
+    defense = rmc(conv, source=source, epochs=1)
+    x_adv = GMSA(ATTACK, rounds=1)(defense, source[0][:2], source[1][:2], seeded())
+    assert (x_adv != source[0][:2]).any()
 
 
 # neighbours
