@@ -33,6 +33,8 @@ def spread(args: Sequence[str], workers: int, ray: bool = False) -> list[str]:
         own |= {"CUDA_VISIBLE_DEVICES": str(i % gpus)} if gpus and not ray else {}
         whole = [*args, "--workers=1", "--ray=0", f"--part={i + 1}/{workers}"]
         parts.append((whole, own, str(Path.cwd())))
+    where = "as tasks of Ray" if ray else "side by side"
+    print(f"{workers} parts {where}; the table follows when all end", file=sys.stderr, flush=True)
     if ray:
         problems = _on_ray(parts, cores, gpus / workers)
     else:
