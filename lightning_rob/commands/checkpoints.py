@@ -46,10 +46,11 @@ def _read_folder(folder: Path) -> dict[str, Any]:
         and entry.keys() >= {"model", "checkpoint"}
         and isinstance(entry["checkpoint"], dict)
     ):
+        hint = "a network of timm is lightning_rob.nets.ZooNet('hf-hub:org/name')"
+        if isinstance(config, dict) and "architectures" in config:
+            hint = f"in Python lightning_rob.load({str(folder)!r}) reads a network of transformers"
         raise ValueError(
-            f"{folder} is not of lightning-rob export: its {CONFIG} has no {ENTRY!r}; in Python "
-            f"lightning_rob.load({str(folder)!r}) reads a classifier of transformers, and "
-            "lightning_rob.nets.ZooNet('hf-hub:org/name') a network of timm"
+            f"{folder} is not of lightning-rob export: its {CONFIG} has no {ENTRY!r}; {hint}"
         )
     tensors = read_file(folder / WEIGHTS)
     state = {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{SAVED}.")}
