@@ -14,6 +14,7 @@ from lightning_rob.attacks.base import Attack
 from lightning_rob.attacks.budget import PassCount
 from lightning_rob.attacks.decorators import Budgeted
 from lightning_rob.attacks.execution import restoring
+from lightning_rob.attacks.folding import FoldingError
 from lightning_rob.attacks.gradient import ObjectiveGradient
 from lightning_rob.attacks.members import Best, Strongest
 from lightning_rob.attacks.pgd import PGD
@@ -42,7 +43,7 @@ OF_RANDOM = (0.05, 0.35, 0.2)  # for the opening, candidates and variants where 
 COPIES, NOISE = 6, 0.3  # noisy copies for each step, and their noise as a share of the radius
 DIRECTIONS, MOVE = 4, 0.3  # moves in which slopes are compared with differences; share of eps
 AGREEING = 0.5  # correlation of both from which a slope is worth following
-APART = 0.01  # of the largest logit, by which noise or another batch may change logits
+APART = 0.01  # of the range of logits, by which noise or another batch may change them
 COSTLY = ("queries", "copies", "stand_in")  # of an attack that needs more passes than others
 STUCK = 0.8  # share of the images left from which attacks are tried that cost more
 TARGETS = 9
@@ -143,8 +144,10 @@ class Search:
         self.seed = int(torch.randint(2**62, ())) if generator is None else seed_of(generator)
         self.networks = len(defense.weights)
         self.random = self.together = self.rugged = False
+        self.blocked = False  # whether something has no slope
         self.findings: list[str] = []
         self.trail: list[Trial] = []
+        self.entries: list[SurrogateGradient] = []  # with the identity before a part
         self.learners: list[SurrogateGradient] = []  # with a network in the place of a part
         self.spent = 0  # passes of an image, at most
 
@@ -165,12 +168,14 @@ class Search:
                 best.x_adv, best.right = self._alone(first, restore)
             else:
                 best.improve(first, 0, self.defense, x, self.y, self.generator)
-        except torch.OutOfMemoryError:
-            raise
-        except (NoGradientError, RuntimeError):  # no derivative; a surrogate may have one
+        except RuntimeError as error:  # a surrogate may have a gradient
+            if not (isinstance(error, NoGradientError) or "derivative" in str(error)):
+                raise
             restore()  # for what is found runs without this attack
             attacks, opening = [], 2 * self.networks
             self.findings.append("no gradient leads to the images")
+            views += [view for view in self.entries if view not in views]
+            self.blocked = True
         right = best.right if attacks else self._right(x, everyone)
         self._note("first", first, right, opening + self._judging)
         standing = (right > 0).nonzero()[:, 0]
@@ -206,14 +211,17 @@ class Search:
             best.improve(final, turn, self.defense, x, self.y, self.generator)
             self._note("winner", final, best.right, final.passes)
         chosen = (*attacks, *finals) or (first,)
-        found = chosen[0] if len(chosen) == 1 else Strongest(chosen)
-        queries = local // self.networks - 2
+        return self._from_there(chosen[0] if len(chosen) == 1 else Strongest(chosen), best, local)
+
+    def _from_there(self, found: Attack, best: Best, passes: int) -> AutoResult:
+        """Go on from the best images by Square, if there are passes for it."""
+        queries = passes // self.networks - 2
         if queries < 1 or not bool(best.right.any()):
             return self._found(best.x_adv, found)
         square = Square(self.threat, queries, WINDOW, start=found)
-        x_adv = square.search(self.defense, x, self.y, self.generator, best.x_adv)
-        right = self._right(x_adv, everyone)
-        self._note("from there", square, right, local)
+        x_adv = square.search(self.defense, self.x, self.y, self.generator, best.x_adv)
+        right = self._right(x_adv, positions(x_adv))
+        self._note("from there", square, right, passes)
         better = float(right.mean()) < float(best.right.mean())
         return self._found(x_adv, square) if better else self._found(best.x_adv, found)
 
@@ -265,13 +273,13 @@ class Search:
                 views += [view, replace(view, stages=stages)] if stages else [view]
             if any(view.stages for view in views):
                 self.findings.append("values before the output that stand for logits")
-            parts, cut = self._parts(x)
-            parts = parts if hard or cut else {}
-            views += [replace(base, enter=name) for name, alike in parts.items() if alike]
+            parts = self._parts(x)
+            self.entries = [replace(base, enter=name) for name, alike in parts.items() if alike]
             # A stand-in takes the place of what is cut off.
             kept = replace(base, slopes=tuple(slope for slope in hard if slope != "detached"))
             self.learners = [replace(kept, enter=name) for name in parts]
-        return views
+            self.blocked = bool(hard)
+        return views + (self.entries if hard else [])
 
     def _noise(self) -> torch.Generator:
         return torch.Generator(self.x.device).manual_seed(self.seed)
@@ -286,13 +294,15 @@ class Search:
         logits, half = self._logits(x), positions(x)[: len(x) // 2]
         # Noise that hardly moves the logits would only keep a deterministic search away.
         change = float((self._logits(x) - logits).abs().max())
-        self.random = change > APART * float(logits.abs().max())
+        # Of the range over classes: what all logits have in common decides nothing.
+        least = APART * float((logits.amax(-1) - logits.amin(-1)).max())
+        self.random = change > least
         if self.random:
             self.findings.append("noise of its own")
         elif len(half):
             with restricted_to(self.defense, half):
                 change = float((self._logits(x[half]) - logits[:, half]).abs().max())
-            self.together = change > APART * float(logits.abs().max())
+            self.together = change > least
             self.findings += ["predictions that depend on the batch"] if self.together else []
 
     def _observed(self, view: SurrogateGradient, x: Tensor) -> tuple[set[Slope], tuple[int, ...]]:
@@ -300,7 +310,7 @@ class Search:
         self.spent += self.networks
         try:
             seen = SeenThrough(self.defense, view).observed(x.requires_grad_(), self._noise())
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, FoldingError):
             raise
         except Exception:  # what does not run so will not as a candidate either, with its reason
             return set(view.slopes), ()
@@ -311,11 +321,10 @@ class Search:
         of_output = len(values) == 1 and torch.equal(values[0], seen.logits)
         return seen.met, () if of_output else places
 
-    def _parts(self, x: Tensor) -> tuple[dict[str, bool], bool]:
+    def _parts(self, x: Tensor) -> dict[str, bool]:
         """Return the first two outermost parts that take something else in the place of images x.
 
         Values say whether it has their shape. Another shape counts where no gradient leads back.
-        Beside them, whether the logits have no gradient at all.
         """
         found: dict[str, bool] = {}
         names = {module: name for name, module in self.defense.named_modules()}
@@ -333,11 +342,11 @@ class Search:
         self.spent += self.networks
         try:
             with torch.enable_grad():
-                logits = self.defense.logits(x.clone().requires_grad_(), self._noise())
+                self.defense.logits(x.clone().requires_grad_(), self._noise())
         finally:
             for handle in handles:
                 handle.remove()
-        return dict([*found.items()][:2]), not logits.requires_grad
+        return dict([*found.items()][:2])
 
     def _is_rugged(self, view: SurrogateGradient, rows: Tensor) -> bool:
         """Return whether slopes of the margin say little of its changes within the ball."""
@@ -376,7 +385,7 @@ class Search:
     def _variants(self, judged: list[Judged], learning: int) -> Iterator[Attack]:
         """Yield stand-ins and Square where nothing works, and variants of the best."""
         stuck = not judged or judged[0].left > STUCK
-        if stuck and learning:
+        if stuck and learning and self.blocked:
             yield from (replace(view, stand_in=learning) for view in self.learners)
         if judged:
             yield from self._of_best([one.attack for one in judged])
@@ -415,7 +424,7 @@ class Search:
             try:
                 _, right = self._tried(attack, rows)
                 judged.append(Judged(candidate, right))
-            except torch.OutOfMemoryError:
+            except (torch.OutOfMemoryError, FoldingError):
                 raise
             except Exception as problem:  # the next candidate may run
                 error = f"{type(problem).__name__}: {problem}"

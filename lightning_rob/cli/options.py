@@ -98,10 +98,10 @@ def read_command_line(command: str, *args: str) -> CommandLine:
     if not (allowed or os.environ.get(VARIABLE)):  # else any class may be meant
         for arg, content in read:
             option, _, value = arg.removeprefix("--").partition("=")
-            added = option == "trainer.callbacks+"
-            check_content(load(value), "trainer.callbacks") if added else check_option(
-                option, value
-            )
+            if option == "trainer.callbacks+":
+                check_content(load(value), "trainer.callbacks")
+            else:
+                check_option(option, value)
             check_content(content)
     parts = [part for _, part in read]
     options = None

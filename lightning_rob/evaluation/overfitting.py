@@ -91,7 +91,7 @@ class Overfitting:
             f"{self.val} on {self.images[0]} validation images"
         )
         if self.gap is None:
-            return text + "; RobustEval(train_images=True) tells how it changed on training images"
+            return text + "; RobustEval(train_images=True) shows the change on training images"
         grew = f"the gap between them changed by {self.gap}"
         return f"{text}, {self.train} on {self.images[1]} training images; {grew}"
 

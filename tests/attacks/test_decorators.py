@@ -91,7 +91,7 @@ def test_the_same_images(name, monkeypatch):
     attack(defended(net), x, y, noise[3])
     # Without convolutions the caches do not matter; a random defense parts its copies anyway.
     assert max(net.sizes) == (4 if name == "eot" else 11)
-    monkeypatch.setattr("lightning_rob.runtime.memory.has_convolutions", lambda net: True)
+    monkeypatch.setattr("lightning_rob.runtime.memory.is_linear", lambda net: False)
     net.sizes.clear()
     noise[3].counter = 0
     parts.append(attack(defended(net), x, y, noise[3]))

@@ -15,6 +15,7 @@ import lightning_rob
 from lightning_rob import load_callbacks, objectives
 from lightning_rob.attacks import APGD, Auto, SurrogateGradient
 from lightning_rob.attacks.base import is_batch_separable
+from lightning_rob.attacks.folding import FoldingError
 from lightning_rob.attacks.nested import walk
 from lightning_rob.attacks.surrogate import SeenThrough, _Surrogate
 from lightning_rob.defenses import Ensemble, Single
@@ -154,6 +155,17 @@ def test_a_stand_in_serves_networks_of_any_precision(dtype):
     assert found.dtype == dtype and not torch.equal(found, x.to(dtype))
 
 
+class Noise(nn.Module):
+    """Noise of the network's own, before its first layer."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return self.net(x + 0.2 * torch.randn_like(x))
+
+
 def waved(x):
     """Waves of short length: slopes say nothing of the next wave."""
     return x + 0.1 * torch.sin(997 * x)
@@ -186,6 +198,45 @@ def test_a_front_in_inference_mode_is_passed_by():
     x, y = images(IMAGES, seed=4)
     net = Through(trained_net(1), before=torch.inference_mode()(lambda x: 1 * x))
     assert left_by(Auto(THREAT, PASSES), net, x, y) <= left_plain() + 1.1 / IMAGES
+
+
+@pytest.mark.parametrize("call", [1, 20, 200])
+def test_a_network_that_was_folded_wrongly_is_attacked_again(call):
+    """Whether it shows as the search looks, in its first attack, or in a candidate."""
+    x, y = images(IMAGES, seed=4)
+    calls = []
+
+    def counted(x):
+        calls.append(len(x))
+        if len(calls) == call:
+            raise FoldingError
+        return x
+
+    noting = Auto(THREAT, PASSES).noting()
+    x_adv = noting(Single(Through(trained_net(1), before=counted)), x, y, seeded())
+    assert len(calls) > 2 * call
+    plain = Auto(THREAT, PASSES)(Single(Through(trained_net(1))), x, y, seeded())
+    torch.testing.assert_close(x_adv, plain, rtol=0, atol=1e-4)
+    (result,) = noting.results
+    assert not any("FoldingError" in trial.error for trial in result.trail)
+
+
+def test_operations_without_a_derivative():
+    """They end no search, and Square needs none."""
+    x, y = images(IMAGES, seed=4)
+    step = torch.tensor(0.5)
+    net = Through(trained_net(1), before=lambda x: x + 0.01 * torch.heaviside(x - 0.5, step))
+    found = Auto(THREAT, PASSES).find(Single(net), x, y, seeded())
+    assert "no gradient leads to the images" in found.findings
+    assert right(Single(net), found.x_adv, y).mean() < 0.8
+
+
+def test_what_logits_have_in_common_does_not_count_as_their_size():
+    """Noise that decides is found, however far logits are from zero."""
+    x, y = images(IMAGES, seed=4)
+    net = Through(Noise(trained_net(1)), after=lambda z: z - 1000)
+    found = Auto(THREAT, PASSES).find(Single(net), x, y, seeded())
+    assert "noise of its own" in found.findings
 
 
 def test_inputs_that_are_no_images():
