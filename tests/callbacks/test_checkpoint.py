@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import seed_everything
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
@@ -14,6 +14,7 @@ from tests.tiny import (
     TinyNet,
     blobs,
     pgd,
+    quiet_trainer,
     recipe,
     records,
     robust_eval,
@@ -160,14 +161,7 @@ def test_training_images_are_attacked_as_evaluate_does(tmp_path):
     evaluation = RobustEval(attacks, train_images=True)
     module = AdversarialTraining(TinyNet, None)
     data = Blobs()
-    trainer = Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        callbacks=[evaluation],
-        logger=False,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-    )
+    trainer = quiet_trainer(evaluation, max_epochs=1)
     trainer.fit(module, data)
     part = data.labelled()
     chosen = choose(len(part), 32, 0).tolist()
@@ -194,14 +188,7 @@ def test_training_images_of_a_stream_are_refused(tmp_path):
             return iter([Blobs().source(True)[0]] * 4)
 
     evaluation = RobustEval({"pgd": PGD(Threat("linf", 0.06), 1, 0.03)}, train_images=True)
-    trainer = Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        callbacks=[evaluation],
-        logger=False,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-    )
+    trainer = quiet_trainer(evaluation, max_epochs=1)
     images = TensorDataset(*blobs())
     with pytest.raises(ValueError, match="images with positions"):
         trainer.fit(
