@@ -108,7 +108,7 @@ def train(folder, images, name, seed, paper, recipes, epochs, options, passes):
     (checkpoint,) = draft.rglob("last.ckpt")
     cost = round(passes.count / images, 1)
     about = {"name": name, "paper": paper, "seed": seed, "training": cost}
-    shutil.move(checkpoint, draft / "last.ckpt")
+    shutil.copy(checkpoint, draft / "last.ckpt")  # of several stages it is a link
     shutil.rmtree(draft / "checkpoints", ignore_errors=True)
     (draft / "submission.yaml").write_text(yaml.safe_dump(about))
     draft.rename(folder)
