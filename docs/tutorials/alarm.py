@@ -81,8 +81,8 @@ plt.savefig("alarm.png")
 plt.show()
 
 # %% [markdown]
-# The orange bars are the alarms that the receiver got. This is the output of the monitor and its exit
-# code:
+# The orange bars are the alarms that the receiver got. This is the output of the monitor and its
+# exit code:
 
 # %%
 alarms = [line for line in monitor.stderr.splitlines() if "alarm" in line]
