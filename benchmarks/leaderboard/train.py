@@ -59,7 +59,7 @@ DIGITS = {  # name -> paper, recipe and mix-ins, epochs (of each of the stages),
     "DANN": ("Ganin et al. 2016; Chen et al. 2022", "dann_digits", 75, []),
     "TADV": ("Chen et al. 2022", "tadv_digits", 18, []),
     "URejectron": ("Goldwasser et al. 2020", "urejectron_digits", 75, []),
-    "Athena, 15 reversible": ("Meng et al. 2020", "athena_digits", 5, []),
+    "Athena, 15 reversible": ("Meng et al. 2020", "athena_digits", 4, []),
     "Athena, all 73": ("Meng et al. 2020", "athena_pool_digits", 1, []),
 }  # fmt: skip
 
