@@ -15,7 +15,7 @@ from lightning_rob.rules import (
     top2_majority_as_released,
 )
 
-RULES = [random_member, majority, top2_majority, mean_probs, mean_logits]
+RULES = [*VOTING_RULES.values()]
 NAN = float("nan")
 
 
