@@ -325,5 +325,5 @@ def ce_of_rule(rule: Rule) -> Objective:
 
 
 def margin_of_rule(rule: Rule) -> Objective:
-    """Return the margin that decides a rule's prediction; of votes the expected one."""
+    """Return the margin that decides a rule's prediction, of mean logits also for `mean_probs`."""
     return linear if rule in (mean_logits, mean_probs) else expected_margin

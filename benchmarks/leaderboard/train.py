@@ -1,7 +1,7 @@
 """Train the defenses of the leaderboard at equal cost, each with several seeds; resumable.
 
     export OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1
-    python benchmarks/leaderboard/train.py digits --seeds 0 1 2
+    python benchmarks/leaderboard/train.py digits --seeds 0 1 2          # or photographs
     lightning-rob leaderboard benchmarks/leaderboard/digits --evaluate
 
 Each training goes into a folder of its own, with submission.yaml and last.ckpt; one that is there
@@ -18,11 +18,11 @@ import yaml
 
 from lightning_rob import nets
 from lightning_rob.cli.main import main as run_cli
-from lightning_rob.data import Digits5k
 from lightning_rob.recipes.shipped import find_recipe
 
 HERE = Path(__file__).parent
-HELD_OUT = 200  # training images that no defense sees
+IMAGES = 3800  # of each training set
+HELD_OUT = 200  # others that no defense sees
 WIDE = "--model.net.init_args.width=16"
 STAGES = {
     "IAT of 3": 3,
@@ -59,8 +59,46 @@ DIGITS = {  # name -> paper, recipe and mix-ins, epochs (of each of the stages),
     "DANN": ("Ganin et al. 2016; Chen et al. 2022", "dann_digits", 75, []),
     "TADV": ("Chen et al. 2022", "tadv_digits", 18, []),
     "URejectron": ("Goldwasser et al. 2020", "urejectron_digits", 75, []),
-    "Athena, 15 reversible": ("Meng et al. 2020", "athena_digits", 5, []),
+    "Athena, 15 reversible": ("Meng et al. 2020", "athena_digits", 4, []),
     "Athena, all 73": ("Meng et al. 2020", "athena_pool_digits", 1, []),
+}  # fmt: skip
+EPS = "8/255"  # of attacks in training on photographs
+
+
+def pgd(steps, share):
+    """Return the options for PGD in training on photographs, in steps of a share of the radius."""
+    return [f"--model.attack.threat.eps={EPS}", f"--model.attack.step_size={8 * share:g}/255",
+            f"--model.attack.steps={steps}"]  # fmt: skip
+
+
+PHOTOGRAPHS = {
+    "Standard": ("", "madry_digits standard", 75, []),
+    "Adversarial training": ("Madry et al. 2018", "madry_digits", 12, pgd(5, 0.3)),
+    "TRADES": ("Zhang et al. 2019", "madry_digits trades", 10, pgd(5, 0.3)),
+    "MART": ("Wang et al. 2020", "madry_digits", 10, ["--model.mart_beta=5", *pgd(5, 0.3)]),
+    "AWP": ("Wu et al. 2020", "madry_digits", 10, ["--model.awp=0.005", *pgd(5, 0.3)]),
+    "Free": ("Shafahi et al. 2019", "madry_digits", 18, [
+        "--model=FreeTraining", f"--model.threat={{norm: linf, eps: {EPS}}}", "--model.replays=4"]),
+    "IAT of 3": ("Dbouk and Shanbhag 2022", "iat_digits", 5, [WIDE, *pgd(4, 0.4)]),
+    "BAT of 2": ("Pinot et al. 2020", "iat_digits", 7, [
+        "--model=BAT", WIDE, "--model.members=2", *pgd(4, 0.4)]),
+    "BARRE of 2": ("Dbouk and Shanbhag 2023", "iat_digits barre", 4, [
+        WIDE, "--model.members=2", "--model.search_images=256", *pgd(4, 0.4)]),
+    "ADP of 3": ("Pang et al. 2019", "adp_digits", 25, [WIDE]),
+    "GAL of 3": ("Kariyappa and Qureshi 2019", "gal_digits", 16, [WIDE]),
+    "TRS of 3": ("Yang et al. 2021", "trs_digits", 3, [
+        WIDE, "--model.threat.eps=16/255", f"--model.initial_eps={EPS}"]),
+    "DVERGE of 3": ("Yang et al. 2020", "dverge_digits", 8, [
+        WIDE, f"--model.eps={EPS}", "--model.step_size=1.6/255"]),
+    "RT of noise": ("Sitawarin et al. 2022", "rt_digits group_noise", 36, []),
+    "Smoothing": ("Cohen et al. 2019", "smoothing_digits", 75, ["--model.defense.sigma=0.12"]),
+    "DENT": ("Wang et al. 2021", "dent_digits", 12, pgd(5, 0.3)),
+}  # fmt: skip
+BOARDS = {  # name -> defenses, options of all
+    "digits": (DIGITS, []),
+    "photographs": (PHOTOGRAPHS, [
+        "--data=Patches10", "--data.batch_size=128", "--data.eval_batch_size=100",
+        f"--data.train_size={IMAGES}", "--data.test_size=400", "--model.net.init_args.channels=3"]),
 }  # fmt: skip
 
 
@@ -89,11 +127,11 @@ class Passes:
         self.count += len(gradient)
 
 
-def train(folder, images, name, seed, paper, recipes, epochs, options, passes):
+def train(folder, common, name, seed, paper, recipes, epochs, options, passes):
     draft = folder.with_name(f".{folder.name}")
     shutil.rmtree(draft, ignore_errors=True)
     stages = STAGES.get(name, 1)
-    args = [f"--config={part}" for part in recipes.split()] + options
+    args = [f"--config={part}" for part in recipes.split()] + common + options
     args += [f"--model.epochs={epochs}"] if stages > 1 else []
     text = find_recipe(recipes.split()[0]).read_text()
     args += [f"--model.lr_scheduler.init_args.T_max={epochs}"] if "T_max" in text else []
@@ -106,7 +144,7 @@ def train(folder, images, name, seed, paper, recipes, epochs, options, passes):
     passes.count = 0
     run_cli(["fit", *args])
     (checkpoint,) = draft.rglob("last.ckpt")
-    cost = round(passes.count / images, 1)
+    cost = round(passes.count / IMAGES, 1)
     about = {"name": name, "paper": paper, "seed": seed, "training": cost}
     shutil.copy(checkpoint, draft / "last.ckpt")  # of several stages it is a link
     shutil.rmtree(draft / "checkpoints", ignore_errors=True)
@@ -117,19 +155,18 @@ def train(folder, images, name, seed, paper, recipes, epochs, options, passes):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("board", choices=["digits"])
+    parser.add_argument("board", choices=list(BOARDS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--only", nargs="+", choices=list(DIGITS), default=list(DIGITS))
+    parser.add_argument("--only", nargs="+", choices=list(DIGITS), help="these")
     options = parser.parse_args()
+    defenses, common = BOARDS[options.board]
     passes = Passes()
-    images = len(Digits5k().source(train=True)) - HELD_OUT
     for seed in options.seeds:
-        for name in options.only:
-            folder = (
-                HERE / options.board / f"{name.lower().replace(' ', '_').replace(',', '')}_{seed}"
-            )
+        for name in options.only or defenses:
+            short = name.lower().replace(" ", "_").replace(",", "")
+            folder = HERE / options.board / f"{short}_{seed}"
             if not folder.exists():
-                train(folder, images, name, seed, *DIGITS[name], passes)
+                train(folder, common, name, seed, *defenses[name], passes)
 
 
 if __name__ == "__main__":

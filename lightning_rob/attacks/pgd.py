@@ -109,6 +109,7 @@ class PGD(Attack):
                 if self.keep_best and self.random_start:
                     # The run never visits the image itself, which counts as an iterate too.
                     run.keep_better(run.x, run.value(objective, defense, run.x, check=True))
+                # Without momentum AggMo is the steepest direction.
                 step_rule = (self.ascent or AggMo(self.momentum)).init(self.threat)
                 for step in range(self.steps):
                     at = objective(defense, run.x_adv, run.y, run.generator, check=step == 0)

@@ -131,10 +131,10 @@ def _results(target: AuditTarget, columns: Columns) -> list[Result]:
             details["power"] = strength.power_of(target, columns, name).record()
         if len(known(columns[name])):
             found.append(measured(name, columns[name], target.seconds[name], details))
-    names = target.half_columns or target.worst_over
+    names = target.half_columns or target.worst_names
     # An attack that could not run is never the strongest.
     scores = torch.stack([columns[name].nan_to_num(torch.inf) for name in names], 1)
-    scores = scores.reshape(len(scores), len(target.worst_over), -1)
+    scores = scores.reshape(len(scores), len(target.worst_names), -1)
     # A minimum of noisy scores, image by image, would be too low.
     random = any(bool(columns[name].any()) for name in ("is_random", "is_nondeterministic"))
     table = torch.arange(len(scores)), scores

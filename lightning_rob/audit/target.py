@@ -55,11 +55,11 @@ class AuditTarget(CheckTarget):
         self.seconds = dict.fromkeys(self.attacks, 0.0)
         self.sessions: dict[str, AttackerDefenderSession] = {}
         self.failed: dict[str, Exception] = {}  # why a column could not be measured
-        self.worst_over = ["clean", *self.suite.within(threat)]
+        self.worst_names = ["clean", *self.suite.within(threat)]
         halves = () if self.transductive else ("first", "second")
         # They choose and score the worst case of a random defense.
-        self.half_columns = [f"{name}/{half}" for name in self.worst_over for half in halves]
-        tested = [name for name in self.worst_over if name not in WEAK] if power else []
+        self.half_columns = [f"{name}/{half}" for name in self.worst_names for half in halves]
+        tested = [name for name in self.worst_names if name not in WEAK] if power else []
         self.untested = {name: not_applicable(defense, self.attacks[name]) for name in tested}
         # Of the attack and of random search; of a defense that rejects twice.
         count = 2 if defense.rejects is None else 4

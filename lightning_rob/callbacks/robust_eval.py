@@ -48,7 +48,7 @@ LONGEST_NAME = 80  # of a file, in letters, before it says how many more attacks
 
 
 def full_defense(defense: Defense) -> Defense:
-    """Return the defense itself."""
+    """Return the defense itself; `worst` is over the attacks on this target alone."""
     return defense
 
 

@@ -43,7 +43,7 @@ class VotingRuleEval(EvaluationCallback):
 
     Args:
         attacks: name -> attack.
-        rules: name -> rule that turns votes into a prediction; None is RD, MV, T2MV, AVEP and AVEL.
+        rules: name -> rule that turns votes into a prediction; None is all of `VOTING_RULES`.
         ensembles: name -> which members of a `TransformEnsemble` vote: names or words as for
             `lightning_rob.transforms.pool.chosen`, where "reversible", "irreversible" and "all" are
             those that there are; None is one of all members.

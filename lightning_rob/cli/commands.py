@@ -64,7 +64,7 @@ class CommandCLI(RobustCLI):
     def test(self, model: Any, datamodule: Any, ckpt_path: str | None = None, **_: Any) -> None:
         if not ckpt_path and self.line.command != "sweep":  # of a recipe of trained networks too
             raise InputError(f"say whose weights: lightning-rob {self.line.command} CHECKPOINT")
-        if ckpt_path:  # the trainer, which would load it, does not run
+        if ckpt_path:  # for commands without the trainer; `attack` and `audit` let it load again
             load_weights(model, self.checkpoint_io.load_checkpoint(ckpt_path))
         self.failed = function_of(self.line.command)(self.line.options, self.built(ckpt_path))
 

@@ -146,6 +146,7 @@ def _read_argument(arg: str, known: set[str], kinds: dict[str, Any]) -> tuple[st
         return f"{option}={one_line(expand(content, Path()))}", {}
     if option == "--ckpt_path":
         return f"{option}={find_checkpoint(value)}", {}
+    # jsonargparse gives `--trainer.callbacks.eps` to the callback that was added last.
     return arg if allows(kinds.get(option.rstrip("+")), str) else parse_fraction_arg(arg), {}
 
 

@@ -143,7 +143,7 @@ class Single(Defense):
 
     Args:
         net: [B, C, H, W] -> [B, K] logits.
-        rule: any; with one draw each of the five predicts the class of its largest logit.
+        rule: any; with one draw each of this package predicts the class of its largest logit.
         rejects: class by which the network rejects an image, such as 10 where a detector has the
             classes 0 … 9 and "adversarial"; no label is of this class.
     """

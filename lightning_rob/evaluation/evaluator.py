@@ -345,7 +345,7 @@ class Evaluator:
         return clean._replace(scores=least.expand(-1, settings.columns))
 
     def _check(self, name: str, x: Tensor, y: Tensor, index: Tensor) -> None:
-        """Check the defense on the first images, clean or under an attack, once."""
+        """Check the defense on the first images once, and note whether it predicts at random."""
         if name not in self.to_check:
             return
         self.to_check.discard(name)

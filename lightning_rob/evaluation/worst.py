@@ -105,7 +105,7 @@ def _by_inferences(index: Tensor, parts: list[Tensor], joint: bool) -> Worst:
         for part in by:
             mean, count = part.mean(2), part.shape[2]
             # A few predictions of one image say little: the attack's mean over all images counts
-            # as `PRIOR` more of them, and of equals the attack wins that is stronger altogether.
+            # as `PRIOR` more. Of two attacks that tie on an image the stronger one on all wins.
             expected.append((count * mean + PRIOR * mean.mean(0)) / (count + PRIOR))
         strongest = torch.cat(expected, 1).argmin(1, keepdim=True)
         each.append(torch.cat([part.mean(2) for part in scores], 1).gather(1, strongest))

@@ -52,6 +52,7 @@ def _with_options(callback: dict[str, Any], options: dict[str, Any]) -> dict[str
 
 def _joined(callbacks: list[dict[str, Any]], file: Path) -> list[dict[str, Any]]:
     """Join callbacks that differ in their attacks alone, so that a suite is one evaluation."""
+    # A later option, `--trainer.callbacks.eps`, then reaches all attacks of the suite.
     joined: list[tuple[dict[str, Any], dict[str, Any]]] = []  # without attacks; attacks by name
     found: list[dict[str, Any]] = []
     for callback in callbacks:

@@ -122,6 +122,22 @@ def test_it_is_delivered_once_by_a_receiver_that_fails_thrice(
         assert not any(secret in text for secret in ("hidden", "s3cret"))
 
 
+def test_many_that_wait_for_one_that_hangs_cost_one_time_out(history, monkeypatch):
+    monkeypatch.setattr(notify, "TIMEOUT", 0.2)
+    monkeypatch.setattr(notify, "SLOW", 0.1)
+    with Receiver() as hanging:
+        hanging.statuses = [0] * 1000
+        notifier = Outbox([hanging.url], history, "run")
+        for step in range(8):
+            lines = evaluation(step, alarm=[f"low at {step}"])
+            history.append(*lines[:-1], lines[-1] | notifier.mark(lines[-1]))
+        notifier.deliver()
+        assert len(hanging.statuses) == 999  # it has heard of the first alone
+        assert notifier.waiting == {hanging.url: 8}
+        hanging.go.set()
+        hanging.shutdown()
+
+
 def test_one_that_hangs_delays_the_monitor_by_its_time_out_and_stops_no_other(
     receiver, history, monkeypatch, capsys
 ):

@@ -18,9 +18,9 @@ from lightning_rob.defenses import (
     random_transforms_in,
 )
 from lightning_rob.randomness import Streams, normal
-from lightning_rob.rules import majority, mean_logits, mean_probs, random_member, top2_majority
+from lightning_rob.rules import VOTING_RULES, mean_probs
 
-RULES = [random_member, majority, top2_majority, mean_probs, mean_logits]
+RULES = [*VOTING_RULES.values()]
 
 
 def net(seed, classes=3):

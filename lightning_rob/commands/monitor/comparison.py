@@ -36,7 +36,7 @@ class CheckpointResults:
     checkpoint: str
     position: int  # training step, or number of the evaluation where a single file is replaced
     accuracies: dict[str, float]  # by name
-    scores: Scores  # indices [N] and scores [N] under the worst attack
+    scores: Scores  # indices [N] and scores [N] under the strongest attack
     fell: bool = False  # judged to be significantly worse than earlier ones
     blind: float = 0.0  # largest share of images on which an attack had no gradient to follow
 
@@ -47,7 +47,7 @@ class Drop:
 
     to: str  # "last" or "best"
     since: str  # the earlier checkpoint
-    before: float  # its accuracy under the worst attack
+    before: float  # its accuracy under the strongest attack
     after: float  # accuracy of the judged checkpoint
     p: float  # two-sided
     p_adjusted: float  # by all comparisons of the history, those to come included
@@ -59,7 +59,7 @@ class Drop:
 
 
 def worst_of(group: Sequence[Fields]) -> Fields:
-    """Return the line of the worst attack, of the lines of an evaluation."""
+    """Return the line `worst` in the lines of an evaluation."""
     return next((line for line in group if line.get("name") == WORST), {})
 
 

@@ -355,8 +355,6 @@ class Watched:
         alarmed = bool(self.history.unreported())
         # The last checkpoint is judged by the current options, however old its evaluation is.
         found = [] if alarmed else final_alarms(self.config, self.history, self.key)
-        for alarm in found:
-            warn(f"{self.label}{alarm}")
         code = int(alarmed or bool(found))
         self.record({"event": "ended", "date": timestamp(), "alarm": found, "code": code})
         self.code = code
