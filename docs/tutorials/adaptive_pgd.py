@@ -1,9 +1,9 @@
 # %% [markdown]
-# # Why adaptive PGD lies about an ensemble
+# # Why adaptive PGD overestimates an ensemble
 #
-# A randomized ensemble draws one of its members for each prediction. Two members, linear in the
-# two pixels of an image, show how the usual attack fails. Each member is wrong beyond its own
-# line:
+# Compare PGD with ARC and the climb on a randomized ensemble, which draws one of its members for
+# each prediction. Two members that are linear in the two pixels of an image show how PGD fails.
+# Each member is wrong beyond its own line:
 
 # %%
 import logging
@@ -60,10 +60,10 @@ plt.savefig("adaptive_pgd_1.png")
 plt.show()
 
 # %% [markdown]
-# PGD climbs the expected loss. On its way it crosses the white corner, in which both members are
-# wrong, and leaves it again: the loss of the first member has no upper bound and a slope twenty
-# times that of the second, so that it pays more to drive the first further beyond its line than to
-# keep the second wrong. ARC attacks member by member, and stays in the corner:
+# PGD maximizes the expected loss. It crosses the white corner, in which both members are
+# wrong, and leaves it again. The loss of the first member has no upper bound and a slope twenty
+# times that of the second, so moving the first member further beyond its line increases the loss
+# more than keeping the second wrong. ARC attacks member by member, and stays in the corner:
 
 # %%
 for name, path in {"adaptive PGD": pgd_path, "ARC": arc_path}.items():
@@ -71,10 +71,10 @@ for name, path in {"adaptive PGD": pgd_path, "ARC": arc_path}.items():
     print(f"{name:12} leaves a right prediction with probability {ensemble(final)[0, 0]:.0%}")
 
 # %% [markdown]
-# ## In a trained ensemble
+# ## A trained ensemble
 #
-# Boosted adversarial training (BAT) trains the second member on images that fool the ensemble
-# so far. A short training on ten photographs:
+# Boosted adversarial training (BAT) trains the second member on adversarial images of the
+# first. This is a short training on ten photographs:
 
 # %%
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -117,13 +117,13 @@ plt.show()
 print(result.table())
 
 # %% [markdown]
-# The last three accuracies are of the same ensemble, for the same images in the same ball; the
-# attack alone makes the difference. An evaluation by adaptive PGD would report the orange bar.
+# The last three accuracies are of the same ensemble, for the same images in the same ball, and
+# differ only by the attack. An evaluation with adaptive PGD alone would report the orange bar.
 #
-# Report `worst`, and attack a randomized ensemble with the climb; from the command line with all:
+# Attack a randomized ensemble with the climb, and report `worst`. This command runs all attacks:
 #
 # ```bash
 # lightning-rob test --ckpt_path last.ckpt --trainer.callbacks+=rec_suite
 # ```
 #
-# Next: [randomized ensembles](../randomized_ensembles.md), with the paper's studies.
+# Next: [randomized ensembles](../randomized_ensembles.md), with the studies of the paper.

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Monitor with an alarm
 #
-# A model is fine-tuned, its clean accuracy stays high, and its robustness is gone. Let the
-# monitor find out. First, a fit of three epochs on adversarial images, and two more on images that
-# are practically clean:
+# Receive an alarm when fine-tuning makes a model less robust, though its clean accuracy stays high.
+# This script trains for three epochs on adversarial images, and for two more on nearly clean
+# images:
 
 # %%
 import json
@@ -39,8 +39,8 @@ lightning_rob(
 ).check_returncode()
 
 # %% [markdown]
-# The monitor evaluates each checkpoint under the same attack, and posts an alarm to a receiver.
-# This one keeps what it gets; in use it is a chat or a pager:
+# The monitor evaluates each checkpoint under the same attack, and posts an alarm to a receiver,
+# such as a chat or a pager. This receiver stores the messages:
 
 # %%
 received = []
@@ -81,20 +81,21 @@ plt.savefig("alarm.png")
 plt.show()
 
 # %% [markdown]
-# The orange bars are the alarms that arrived. The output of the monitor and its exit code:
+# The orange bars are the alarms that the receiver got. This is the output of the monitor and its
+# exit code:
 
 # %%
 alarms = [line for line in monitor.stderr.splitlines() if "alarm" in line]
 print(monitor.stdout, *alarms, f"exit code {monitor.returncode}", sep="\n")
 
 # %% [markdown]
-# The messages:
+# The receiver has these messages:
 
 # %%
 for message in received:
     print(message["kind"], message["checkpoint"], *message["alarm"], sep="\n  ")
 
 # %% [markdown]
-# The exit code 1 stops a pipeline. Each alarm is delivered at least once, after a kill as well.
+# Exit code 1 stops a pipeline. Each alarm is delivered at least once, even after a kill.
 #
-# Next: [monitor a deployed model](../monitor.md), with Prometheus, Kubernetes and a gate in CI.
+# Next: [monitor a deployed model](../monitor.md), with Prometheus, Kubernetes and a check for CI.

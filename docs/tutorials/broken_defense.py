@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Break a defense that only seems robust
 #
-# Round every pixel to five grey levels before a network sees it. PGD now fails. Is the network
-# robust?
+# Find out that a defense is not robust, and break it. This defense rounds every pixel to five grey
+# levels before the network, so that PGD fails:
 
 # %%
 from dataclasses import dataclass
@@ -50,8 +50,8 @@ plt.show()
 # %% [markdown]
 # ## The audit
 #
-# Rounding has a slope of 0, so PGD has no direction. The audit runs other attacks, looks at
-# gradients and predictions, and says which accuracies are doubtful:
+# PGD fails because rounding has a slope of 0. The audit runs other attacks, checks
+# gradients and predictions, and reports doubtful accuracies:
 
 # %%
 report = audit(Single(Rounded(net)), images, labels, threat, queries=300)
@@ -60,12 +60,12 @@ for finding in report.flags:
     print(f"\n{finding.severity}: {finding.name}\n  {finding.text}\n  {finding.advice}")
 
 # %% [markdown]
-# ## The attack made for it
+# ## An adaptive attack
 #
-# The advice is BPDA (Athalye et al. 2018): keep the rounding in the forward pass, and pass the
-# gradient through as if it were not there. An attack is a frozen dataclass with a `threat` and
-# `perturb`; this one searches on a twin of the network, and the evaluation scores what it finds
-# on the real one:
+# The audit recommends BPDA (Athalye et al. 2018): keep the rounding in the forward pass, and use
+# the gradient of the identity in the backward pass. An attack is a frozen dataclass with a
+# `threat` and `perturb`. This one attacks a copy of the network with the other gradient; the
+# evaluation scores its images on the defense:
 
 
 # %%
@@ -104,14 +104,14 @@ plt.show()
 print(result.table())
 
 # %% [markdown]
-# The rounding added nothing: under the attack that was made for it, the network behind it falls
-# as the plain one does. A high accuracy under an attack that does not fit is no robustness.
+# The rounding gains nothing: under the adaptive attack the defense is as vulnerable as the plain
+# network. A high accuracy under an unsuitable attack is no robustness.
 #
-# ## The same without knowing the defense
+# ## `Auto` and the test of power
 #
-# `Auto` looks at the network, tries what its findings call for, and returns the attack that it
-# found. The test of power asks an attack to find adversarial images that were planted: PGD fails
-# it, the attack that was found passes.
+# `Auto` needs no knowledge of the defense: it inspects the network, tries attacks for its findings,
+# and returns the strongest. The test of power measures whether an attack finds planted adversarial
+# images. PGD fails the test, and the attack of `Auto` passes it.
 
 # %%
 found = Auto(threat, passes=1000).find(Single(Rounded(net)), images, labels)
@@ -122,13 +122,13 @@ for name, attack in (("PGD", pgd), ("found", found.attack)):
     print(f"{name}: {power(Rounded(net), attack, images[:30], labels[:30])}")
 
 # %% [markdown]
-# ## A bound from below
+# ## A lower bound
 #
-# An attack bounds robustness from above. Randomized smoothing bounds it from below: where the
-# network predicts by votes over Gaussian noise, a share of the images is certified within a
-# radius. The truth lies between both. An attacker who knows the noise that will predict may get
-# more, for the certificate is that of the expected vote. This network never saw noise in its
-# training, so that its smoothed accuracy is low.
+# An attack gives an upper bound of the robust accuracy, and randomized smoothing a lower bound: if
+# the network predicts by votes over Gaussian noise, a share of the images is certified within a
+# radius. An attacker who knows the noise of a prediction may fool more images, because the
+# certificate is that of the expected vote. This network was trained without noise, so its smoothed
+# accuracy is low.
 
 # %%
 smoothed = Smoothing(load("zoo:digits_robust"), sigma=0.25, draws=20)
@@ -148,5 +148,6 @@ print(f"attacker knows the noise  {attacked.known_noise.accuracy:.1%}")
 # lightning-rob audit --ckpt_path zoo:digits_robust --eps 0.1 --strict
 # ```
 #
-# and `lightning-rob attack`, `certify` do the same for a checkpoint. Next: [what a robust accuracy
-# means](../truth.md).
+# This command audits a checkpoint; `lightning-rob attack` and `certify` also accept one.
+#
+# Next: [what a robust accuracy means](../truth.md).

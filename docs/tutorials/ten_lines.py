@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Attack any network in ten lines
 #
-# Attack a small network, look at the images, and measure how robust it is. Network and digits are
-# part of the package; take yours instead.
+# Attack a small network, look at the images, and measure its robust accuracy. Network and digits
+# are part of the package; replace them by yours.
 
 # %%
 import matplotlib.pyplot as plt
@@ -38,10 +38,10 @@ plt.savefig("ten_lines_1.png")
 plt.show()
 
 # %% [markdown]
-# From above: the image with its prediction, the perturbation around grey, and the perturbed image
-# with its prediction, red where it has changed.
+# The rows are the image with its prediction, the perturbation around grey, and the perturbed image
+# with its prediction, which is red if it has changed.
 #
-# ## The robust accuracy
+# ## Robust accuracy
 #
 # `evaluate` scores the network image by image, under any number of attacks:
 
@@ -54,10 +54,10 @@ result = evaluate(net, attacks, [(images, labels)], progress=False)
 print(result.table())
 
 # %% [markdown]
-# `worst` is the accuracy under the strongest attack on each image: the number to report. Each
-# accuracy under attack is an upper bound, as a better attack may exist.
+# `worst` is the accuracy under the strongest attack on each image. Report this accuracy. It is an
+# upper bound, because a stronger attack may exist.
 #
-# ## How far is far?
+# ## Accuracy by radius
 
 # %%
 from lightning_rob.plots import COLORS
@@ -78,9 +78,8 @@ plt.savefig("ten_lines_2.png")
 plt.show()
 
 # %% [markdown]
-# The band is the 95 % interval over images. A curve that does not fall to 0 for a large radius
-# is a sign that the attack fails: see [break a defense that only seems
-# robust](broken_defense.md).
+# The band is the 95 % interval over images. If the curve does not fall to 0 for a large radius,
+# the attack fails: see [break a defense that only seems robust](broken_defense.md).
 #
 # Next: [your own module, data and logger](../yours.md), or
-# [which attack your defense calls for](../which_attack.md).
+# [which attack for my defense?](../which_attack.md).

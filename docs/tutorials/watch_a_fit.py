@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Watch a fit
 #
-# Attack the network after every epoch of its training. Two fits of the same network, one on clean
-# and one on adversarial images:
+# Attack a network after every epoch of its training. This script trains the same network on clean
+# and on adversarial images:
 
 # %%
 import csv
@@ -59,8 +59,7 @@ plt.savefig("watch_a_fit.png")
 plt.show()
 
 # %% [markdown]
-# The clean accuracies are high in both. Only the attack shows the difference. The numbers that were
-# logged in the last epoch:
+# Clean accuracy is high in both; robust accuracy differs. The last epoch logged these numbers:
 
 # %%
 for name, epochs in fits.items():
@@ -68,11 +67,11 @@ for name, epochs in fits.items():
     print(f"{name:20} clean {clean:.1%}, pgd {attacked:.1%}")
 
 # %% [markdown]
-# `RobustEval` is a callback: it needs one line in any `Trainer`, and logs `val/robust/<attack>`
+# The callback `RobustEval` works in any `Trainer`, and logs `val/robust/<attack>`
 # and `val/robust/worst` to any logger. `RobustCheckpoint()` keeps the weights with the highest
 # `val/robust/worst`. The weights after training are the same with and without these callbacks.
 #
-# From the command line, the same fit with curves in TensorBoard:
+# On the command line, this is the same fit with curves in TensorBoard:
 #
 # ```bash
 # lightning-rob fit --config madry_digits --trainer.callbacks+=pgd

@@ -1,9 +1,8 @@
 # %% [markdown]
-# # A defense of your own that adapts, and the game against it
+# # Your own defense that adapts
 #
-# Some defenses change with the images that they are to predict. This one takes the statistics
-# of its batch normalization from the test batch. Write it, and play the game that decides how
-# robust it is:
+# Write a defense that adapts to the test batch, and evaluate it in rounds of attacker and defender.
+# This one takes the statistics of its batch normalization from the test batch:
 
 # %%
 import copy
@@ -42,9 +41,9 @@ images, labels = test.images[:400] / 255, test.labels[:400]
 # %% [markdown]
 # ## Two attackers
 #
-# The first attacks the network as it was before it adapts, and hopes that the images transfer.
-# The second knows the defense. It rehearses: it adapts a copy to its images, attacks all copies
-# so far, and repeats (GMSA). In each round 100 images are attacked, the defense adapts to them
+# The first attacks the network without adaptation, and transfers the images.
+# The second knows the defense and rehearses it (GMSA): it adapts a copy to its images, attacks all
+# copies so far, and repeats. In each round 100 images are attacked, the defense adapts to them
 # without labels, and predicts.
 
 # %%
@@ -70,13 +69,13 @@ plt.show()
 print(result.table())
 
 # %% [markdown]
-# The attacker who rehearses more than once leaves less than the one who hopes for a transfer, and
-# the gap grows with the rehearsals: an evaluation by transferred images overrates the defense. Even
-# the lowest accuracy is an upper bound. `worst` of a defense that adapts is the strongest attack as
-# a whole, as each prediction depends on the whole batch.
+# The attacker who rehearses more than once is stronger than the transfer attack, by a gap that
+# grows with the rehearsals: an evaluation with transferred images overestimates the defense. The
+# lowest accuracy is an upper bound. `worst` of a defense that adapts is the strongest attack as a
+# whole, because each prediction depends on the whole batch.
 #
-# Your class needs `fit_to_batch` alone; evaluation, audit, records and the command line treat
-# it like the defenses of the package. To add it to the package:
-# [extending](../extending.md#a-defense).
+# Your class only needs `fit_to_batch`; evaluation, audit, records and the command line accept
+# it like the defenses of the package. [Extending](../extending.md#a-defense) adds it to the
+# package.
 #
 # Next: [defenses that adapt to the test batch](../transductive.md).

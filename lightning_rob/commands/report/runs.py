@@ -33,7 +33,7 @@ def records_in(path: Path) -> Iterator[Fields]:
 
 @dataclass(frozen=True)
 class AttackResult:
-    """Accuracy under one attack in one evaluation; `docs/evaluation.md` explains the fields."""
+    """Accuracy under one attack in one evaluation; `docs/records.md` explains the fields."""
 
     name: str  # of the attack, or "clean" or "worst"
     stage: str  # "test" or "val"
