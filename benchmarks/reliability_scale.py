@@ -35,7 +35,7 @@ SETS, IMAGES = 3, 24
 
 def figures() -> list[Row]:
     """Return the rows."""
-    rows = [agree(name, start) for name, start in (("torchrun", by_torchrun), ("SLURM", by_slurm))]
+    rows = [agree(name, start) for name, start in (("torchrun", by_torchrun), ("variables of SLURM", by_slurm))]
     return [*rows, *exported()]
 
 
