@@ -36,7 +36,7 @@ from lightning_rob.evaluation.records import (
     threat_model_card,
     versions,
 )
-from lightning_rob.evaluation.results import EvaluationResult, worst_measurement
+from lightning_rob.evaluation.results import EvaluationResult, worst_measurement, worst_over
 from lightning_rob.evaluation.store import KNOWN, PerImageResults, save_images
 from lightning_rob.evaluation.suites import plug_in_for
 from lightning_rob.runtime.errors import at_least
@@ -230,7 +230,8 @@ class RobustEval(EvaluationCallback):
         if full := finished.get(full_defense):
             # If several games were played, the last one decides the worst case.
             last, game = full[-1], full[-1].details.get("protocol")
-            worst = worst_measurement([r for r in full if r.details.get("protocol") == game])
+            same = [r for r in full if r.details.get("protocol") == game]
+            worst = worst_measurement(same, worst_over(same))
             next(e for e in self.evaluations if e.result is last).rows.append(worst)
             # Modules of this package log the clean accuracy of a defense that does not adapt.
             if full[0].joint or not hasattr(pl_module, "defense"):

@@ -288,5 +288,4 @@ class Sweep:
         details |= {name: last[name] for name in MEASURED}
         details |= {"over": [task.name for task in counted]}
         details |= {"reuse": self.cache.files.reference(key)}
-        worst = found.row(details, (index for index, _ in tables), last["private_draws"])
-        yield worst, (found.index, found.scores)
+        yield found.row(details), (found.index, found.scores)
