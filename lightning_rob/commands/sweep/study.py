@@ -25,7 +25,7 @@ from lightning_rob.defenses import Defense, Ensemble
 from lightning_rob.evaluation import worst_case
 from lightning_rob.evaluation.records import Result, append_records, versions
 from lightning_rob.evaluation.results import WORST
-from lightning_rob.runtime.errors import Fault, visible
+from lightning_rob.runtime.errors import Fault, reason_of
 from lightning_rob.runtime.files import read_json_lines
 from lightning_rob.runtime.identity import attack_spec, cache_key, fingerprint
 from lightning_rob.tables import CLEAN
@@ -56,14 +56,8 @@ def run(config: SweepConfig, run: Run) -> None:
         }
         SweepTable(config, table, facts).write(folder)
     if sweep.failures:
-        named = "; ".join(f"{v.label}: {_reason(error)}" for v, error in sweep.failures.items())
+        named = "; ".join(f"{v.label}: {reason_of(error)}" for v, error in sweep.failures.items())
         raise Fault(f"{len(sweep.failures)} of {len(plan)} values failed, {named}")
-
-
-def _reason(error: Exception) -> str:
-    """Return the kind of an error, its first line and the attack that raised it."""
-    lines = [*str(error).strip().splitlines()[:1], *getattr(error, "__notes__", ())[:1]]
-    return visible(f"{type(error).__name__}: {' '.join(lines)}")
 
 
 def with_value(attack: Attack, over: str, value: float) -> Attack:
@@ -231,7 +225,7 @@ class Sweep:
                 # Other processes would wait for this one, and all values have one cause.
                 if self.run.trainer.world_size > 1 or len(self.failures) == len(plan):
                     raise next(iter(self.failures.values())) from None
-                print(f"{place}: failed, {_reason(error)}")
+                print(f"{place}: failed, {reason_of(error)}")
                 continue
             row = table.setdefault(value, {})
             for result, scores in self._results(tasks, self.cache.found | new):
