@@ -34,24 +34,24 @@ RECORD, SCORES = "sweep.jsonl", "sweep_scores"
 MEASURED = ("random", "private_draws", "interval_covers")  # details known after the evaluation
 
 
-def run(config: SweepConfig, run: Run) -> None:
+def run(config: SweepConfig, built: Run) -> None:
     """Sweep, print the table, and write record, table and figure."""
-    weights = fingerprint(run.defense)
-    name = Path(run.checkpoint).stem if run.checkpoint else type(run.model).__name__
+    weights = fingerprint(built.defense)
+    name = Path(built.checkpoint).stem if built.checkpoint else type(built.model).__name__
     folder = config.out or Path("sweeps") / f"{name}_{weights[:8]}_{config.over}"
-    with without_reporting(run.trainer) as (callbacks, others):
+    with without_reporting(built.trainer) as (callbacks, others):
         for callback in callbacks:
-            callback.setup(run.trainer, run.model, "test")  # renames clashing attacks
-        plan = measurement_plan(config, callbacks, run)
-        sweep = Sweep(config, run, others, ResultCache(folder))
+            callback.setup(built.trainer, built.model, "test")  # renames clashing attacks
+        plan = measurement_plan(config, callbacks, built)
+        sweep = Sweep(config, built, others, ResultCache(folder))
         table = sweep.measure(config.own(plan))
-    if run.trainer.is_global_zero and config.part is None:
+    if built.trainer.is_global_zero and config.part is None:
         facts = {
-            "command": run.command,
+            "command": built.command,
             "date": datetime.now().astimezone().isoformat(" ", "minutes"),
-            "model": f"{type(run.model).__name__}, weights {weights}",
-            "checkpoint": run.checkpoint or "none",
-            "data": f"test images of {type(run.data).__name__}",
+            "model": f"{type(built.model).__name__}, weights {weights}",
+            "checkpoint": built.checkpoint or "none",
+            "data": f"test images of {type(built.data).__name__}",
             "versions": ", ".join(f"{package} {v}" for package, v in versions().items()),
         }
         SweepTable(config, table, facts).write(folder)
