@@ -21,7 +21,7 @@ from lightning_rob.attacks.folding import FoldingError
 from lightning_rob.attacks.nested import mapped_arguments, walk
 from lightning_rob.attacks.sight import Sight, own_sight
 from lightning_rob.defenses import Defense
-from lightning_rob.defenses.copies import private
+from lightning_rob.defenses.copies import own_copy
 from lightning_rob.defenses.per_image import per_image_layers
 from lightning_rob.defenses.rejection import behind_labels
 from lightning_rob.randomness import Generator, Streams, own_streams, seed_of, seeded_global_rng
@@ -126,7 +126,7 @@ class Attack(Counted, ABC):
             x, y = x.detach().clone(), y.clone()
             if not len(x):
                 return x
-            copied, backward, again = private(defense), None, False
+            copied, backward, again = own_copy(defense), None, False
             with own_sight(len(x), x.device, generator) as sight:
                 while True:
                     try:

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_rob.attacks.folding import folded
 from lightning_rob.defenses import Defense
-from lightning_rob.defenses.copies import private
+from lightning_rob.defenses.copies import own_copy
 from lightning_rob.runtime.precision import in_float32
 
 M = TypeVar("M", bound=nn.Module)
@@ -24,7 +24,7 @@ def evaluating(defense: M) -> Iterator[M]:
     refers to are shared (`lightning_rob.defenses.copies`); their modes are restored on exit.
     """
     with torch.inference_mode(False), in_float32():
-        copied = private(defense)
+        copied = own_copy(defense)
         modes = [(module, module.training) for module in copied.modules()]
         copied.eval()
         try:

@@ -139,4 +139,4 @@ def _results(target: AuditTarget, columns: Columns) -> list[Result]:
     random = any(bool(columns[name].any()) for name in ("is_random", "is_nondeterministic"))
     table = torch.arange(len(scores)), scores
     worst = worst_case([table], random or not target.exact, joint=target.transductive)
-    return [*found, worst.row({"ball": str(target.threat)}, [])]
+    return [*found, worst.row({"ball": str(target.threat)})]

@@ -36,7 +36,7 @@ from lightning_rob.evaluation.records import (
     threat_model_card,
     versions,
 )
-from lightning_rob.evaluation.results import EvaluationResult, worst_measurement
+from lightning_rob.evaluation.results import EvaluationResult, worst_measurement, worst_over
 from lightning_rob.evaluation.store import KNOWN, PerImageResults, save_images
 from lightning_rob.evaluation.suites import plug_in_for
 from lightning_rob.runtime.errors import at_least
@@ -132,8 +132,8 @@ class RobustEval(EvaluationCallback):
         self.save_images = save_images
         self.power = power
         self.train_images = train_images
-        self.evaluations: list[Evaluation] = []
-        self.on_train: list[OnTrainImages] = []
+        self.evaluations: list[TargetEvaluation] = []
+        self.on_train: list[TargetEvaluation] = []
         self.result: EvaluationResult | None = None
         self.train_result: EvaluationResult | None = None
         self.results: list[Result] = []
@@ -193,35 +193,28 @@ class RobustEval(EvaluationCallback):
             images = passes[shared]
             if protocol is not None and not trainer.sanity_checking:
                 give_source(defense, lambda: labelled_images(trainer))
-            self.evaluations.append(Evaluation(callbacks, images, defense, self.advance))
-            images.attacks += len(self.evaluations[-1].attacks)
+            self.evaluations.append(TargetEvaluation(callbacks, images, defense, self.advance))
             fitting = trainer.state.fn == "fit" and not trainer.sanity_checking
             if callbacks[0].train_images and fitting:
-                self.on_train.append(OnTrainImages(self.evaluations[-1]))
+                rest = training_images(images), defense, self.advance
+                self.on_train.append(TargetEvaluation(callbacks, *rest, on_train=True))
         return [*passes.values(), *(one.images for one in self.on_train)]
 
     def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch, images: Images) -> None:
         """Score the batch under every attack; a sanity check tries no rounds."""
-        for evaluation in self.evaluations:
+        for evaluation in (*self.evaluations, *self.on_train):
             evaluator = evaluation.evaluator
             if evaluation.images is images and not (trainer.sanity_checking and evaluator.joint):
                 evaluator.score(*batch, keep=not trainer.sanity_checking)
-        for one in self.on_train:
-            if one.images is images:
-                one.evaluator.score(*batch)
 
     def finish_images(self, images: Images) -> None:
         """Gather the scores of all processes, and give them to the callbacks."""
-        for evaluation in self.evaluations:
+        for evaluation in (*self.evaluations, *self.on_train):
             if evaluation.images is images:
                 evaluation.result = images.result(evaluation.evaluator)
+                name = "train_result" if evaluation.on_train else "result"
                 for callback in evaluation.callbacks:
-                    callback.result = evaluation.result
-        for one in self.on_train:
-            if one.images is images:
-                one.result = images.result(one.evaluator)
-                for callback in one.callbacks:
-                    callback.train_result = one.result
+                    setattr(callback, name, evaluation.result)
 
     def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         finished: dict[Hashable, list[EvaluationResult]] = {}
@@ -237,7 +230,8 @@ class RobustEval(EvaluationCallback):
         if full := finished.get(full_defense):
             # If several games were played, the last one decides the worst case.
             last, game = full[-1], full[-1].details.get("protocol")
-            worst = worst_measurement([r for r in full if r.details.get("protocol") == game])
+            same = [r for r in full if r.details.get("protocol") == game]
+            worst = worst_measurement(same, worst_over(same))
             next(e for e in self.evaluations if e.result is last).rows.append(worst)
             # Modules of this package log the clean accuracy of a defense that does not adapt.
             if full[0].joint or not hasattr(pl_module, "defense"):
@@ -286,38 +280,25 @@ class RobustEval(EvaluationCallback):
             print_table(" · ".join(title), self.results, console_of(trainer))
 
 
-class OnTrainImages:
-    """The attacks of an evaluation on as many training images, for the gap between the two."""
-
-    result: EvaluationResult  # of all processes, once all images are attacked
-
-    def __init__(self, evaluation: "Evaluation") -> None:
-        images, self.callbacks = evaluation.images, evaluation.callbacks
-        trainer, settings = images.trainer, images.settings
-        served: Any = trainer.train_dataloader
-        data: Any = labelled_images(trainer) or getattr(served, "dataset", None)
-        if images.positions is None or not hasattr(data, "__len__"):
-            raise ValueError(
-                "train_images needs images with positions, for training and for validation: give "
-                "DataLoaders over data sets with a length, or leave it out"
-            )
-        chosen = choose(len(data), len(images.positions), settings.seed)
-        loader = DataLoader(
-            Subset(data, chosen.tolist()), images.loader.batch_size, collate_fn=served.collate_fn
+def training_images(like: Images) -> Images:
+    """Return as many training images as a validation has, a random choice by its seed."""
+    served: Any = like.trainer.train_dataloader
+    data: Any = labelled_images(like.trainer) or getattr(served, "dataset", None)
+    if like.positions is None or not hasattr(data, "__len__"):
+        raise ValueError(
+            "train_images needs images with positions, for training and for validation: give "
+            "DataLoaders over data sets with a length, or leave it out"
         )
-        attacks = len(evaluation.attacks)
-        # At the place of the validation images, whose limits then hold for them too.
-        loaders = [loader] * (images.place + 1)
-        self.images = Images(trainer, loaders, images.inputs, settings, images.protocol, attacks)
-        self.evaluator = Evaluator(
-            evaluation.defense,
-            evaluation.attacks,
-            settings,
-            attacked=lambda batch: evaluation.advance(batch.name, len(batch.index)),
-        )
+    chosen = choose(len(data), len(like.positions), like.settings.seed)
+    loader = DataLoader(
+        Subset(data, chosen.tolist()), like.loader.batch_size, collate_fn=served.collate_fn
+    )
+    # At the place of the validation images, whose limits then hold for them too.
+    loaders = [loader] * (like.place + 1)
+    return Images(like.trainer, loaders, like.inputs, like.settings, like.protocol, attacks=0)
 
 
-class Evaluation:
+class TargetEvaluation:
     """The scores of one target under the attacks of callbacks with equal settings."""
 
     result: EvaluationResult  # of all processes, once all images are attacked
@@ -329,16 +310,19 @@ class Evaluation:
         images: Images,
         defense: Defense,
         advance: Callable[[str, int], None],
+        on_train: bool = False,  # whether they are training images, for the gap between the two
     ) -> None:
-        self.callbacks, self.images = callbacks, images
+        self.callbacks, self.images, self.on_train = callbacks, images, on_train
         self.defense, self.advance = defense, advance
         self.trainer, self.first, self.settings = images.trainer, callbacks[0], images.settings
         self.attacks = {name: a for one in callbacks for name, a in one.attacks.items()}
+        images.attacks += len(self.attacks)
         self.target = self.first.target
         self.target_name = getattr(self.target, "__name__", repr(self.target))
         whole = self.first.defense_of(self.trainer.lightning_module)
         self.details = images.metadata_on(defense)
         self.details |= {"target": self.target_name, "plug_in": plug_in_for(whole)}
+        self.details |= {"stage": "train"} if on_train else {}
         self.panels: dict[str, Tensor] = {}
         self.image_folder: Path | None = None
         store = self._store()
@@ -349,7 +333,7 @@ class Evaluation:
             store,
             self.attacked,
             self.details,
-            power=self.first.power,
+            power=0 if on_train else self.first.power,
         )
 
     def _store(self) -> PerImageResults:
@@ -402,8 +386,8 @@ class Evaluation:
     def attacked(self, batch: AttackedBatch) -> None:
         """Advance the progress bar, draw the panel and save the images."""
         self.advance(batch.name, len(batch.index))
-        if batch.x_adv is None or batch.before is None or batch.after is None:
-            return  # of an earlier run
+        if self.on_train or batch.x_adv is None or batch.before is None or batch.after is None:
+            return  # nothing to show, or of an earlier run
         size = self.first.panel
         if size and batch.name not in self.panels:
             pictures = (batch.x, batch.x_adv, batch.y, batch.before, batch.after)

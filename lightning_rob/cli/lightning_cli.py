@@ -18,6 +18,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch.multiprocessing.spawn import ProcessException
 
 from lightning_rob.callbacks.guard import TerminateOnNonFinite
+from lightning_rob.callbacks.images import gather
 from lightning_rob.callbacks.loggers import run_folder, writing_folder
 from lightning_rob.cli.checkpoints import SafeCheckpointIO
 from lightning_rob.cli.errors import shorten_jsonargparse_error, shorten_state_dict_error
@@ -227,10 +228,7 @@ class RobustCLI(LightningCLI):
         batches: Any = self.trainer.predict(**options)
         found = [row for i, p in batches for row in zip(i.tolist(), p.tolist(), strict=True)]
         folder = run_folder(self.trainer) or Path(self.trainer.default_root_dir)
-        shares = [found]
-        if self.trainer.world_size > 1:
-            shares = [[]] * self.trainer.world_size
-            torch.distributed.all_gather_object(shares, found)
+        shares = gather(self.trainer, found)
         if not self.trainer.is_global_zero:
             return
         merged = dict(sorted(row for share in shares for row in share))  # no image twice
@@ -270,8 +268,8 @@ class RobustCLI(LightningCLI):
         threats = [attack.threat for attack in self._attacks().values()]
         radii = dict.fromkeys(str(threat) for threat in threats if threat != EVERY_IMAGE)
         if radii and str(trained) not in radii:
-            options = " ".join(radius_options(trained))
-            taken = f", taken by {options}" if options else ""
+            options = radius_options(trained)
+            taken = f", taken by{options}" if options else ""
             why = f"at {trained}{taken}" if trained else "without attacks"
             self._print(f"Radius: the attacks are at {', '.join(radii)}; the training was {why}")
 
@@ -330,7 +328,7 @@ class RobustCLI(LightningCLI):
             )
         if written:
             plug_in = Path(plug_in_for(as_defense(self.model))).stem
-            radius = "".join(f" {option}" for option in radius_options(trained_threat(self.model)))
+            radius = radius_options(trained_threat(self.model))
             allowances = "".join(f" {OPTION} {name}" for name in sorted(allowed()))
             path = shlex.quote(written) + allowances
             self._print(
@@ -341,9 +339,9 @@ class RobustCLI(LightningCLI):
             self._check_thresholds("test")
 
 
-def radius_options(threat: Threat | None) -> list[str]:
+def radius_options(threat: Threat | None) -> str:
     """Return the options with which a plug-in takes a threat; none if it is relative."""
     if threat is None or threat.relative:
-        return []
-    norm = [] if threat.norm == "linf" else [f"--trainer.callbacks.norm={threat.norm}"]
-    return [*norm, f"--trainer.callbacks.eps={str(threat).split()[1]}"]
+        return ""
+    norm = "" if threat.norm == "linf" else f" --trainer.callbacks.norm={threat.norm}"
+    return f"{norm} --trainer.callbacks.eps={str(threat).split()[1]}"

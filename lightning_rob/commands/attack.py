@@ -41,23 +41,23 @@ class AttackConfig(RadiusConfig):
         at_least(0, seed=self.seed)
 
 
-def run(config: AttackConfig, run: "Run") -> bool:
+def run(config: AttackConfig, built: "Run") -> bool:
     """Attack the images; print the table, the trail and the attack that was found."""
     from lightning_rob.attacks import Auto
     from lightning_rob.callbacks import RobustEval
     from lightning_rob.callbacks.loggers import writing_folder
     from lightning_rob.runtime.files import atomic_write_text
 
-    threat, reason = audited_threat(config, run.model)
+    threat, reason = audited_threat(config, built.model)
     auto = Auto(threat, config.passes).noting()
-    chosen = {"max_images": config.images, "seed": config.seed, **vars(run.inputs)}
-    run.test_with(RobustEval({"auto": auto}, **chosen))
-    if run.trainer.is_global_zero and (found := auto.results):
+    chosen = {"max_images": config.images, "seed": config.seed, **vars(built.inputs)}
+    built.test_with(RobustEval({"auto": auto}, **chosen))
+    if built.trainer.is_global_zero and (found := auto.results):
         print(f"Radius: {threat}, {reason}")
         if len(found) > 1:
             print(f"Of the first of {len(found)} batches, which were searched one by one:")
         print(trail(found[0]))
-        if folder := writing_folder(run.trainer):
+        if folder := writing_folder(built.trainer):
             atomic_write_text(folder / "found.yaml", found[0].recipe)
             print(f"As a plug-in: --trainer.callbacks+={folder / 'found.yaml'}")
         print(f"In Python:\n{found[0].python}")

@@ -75,12 +75,12 @@ class AuditConfig(RadiusConfig):
         at_least(0, seed=self.seed)
 
 
-def run(config: AuditConfig, run: "Run") -> bool:
+def run(config: AuditConfig, built: "Run") -> bool:
     """Run the audit beside the callbacks; return whether something severe is to be an error."""
     from lightning_rob.callbacks.audit import RobustAudit
 
-    threat, reason = audited_threat(config, run.model)
-    if run.trainer.is_global_zero:
+    threat, reason = audited_threat(config, built.model)
+    if built.trainer.is_global_zero:
         print(f"Radius: {threat}, {reason}")
     audit = RobustAudit(
         threat,
@@ -89,9 +89,9 @@ def run(config: AuditConfig, run: "Run") -> bool:
         max_images=config.images,
         seed=config.seed,
         power=config.power,
-        **vars(run.inputs),
+        **vars(built.inputs),
     )
-    run.test_with(audit)
+    built.test_with(audit)
     return config.strict and audit.found is not None and audit.found.severe
 
 

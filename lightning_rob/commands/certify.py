@@ -75,7 +75,7 @@ class CertifyConfig(CommandConfig):
         return tuple(sorted(given or {sigma * share for share in MULTIPLES}))
 
 
-def run(config: CertifyConfig, run: "Run") -> bool:
+def run(config: CertifyConfig, built: "Run") -> bool:
     """Certify and attack the smoothed defense; return whether an attack contradicts a radius."""
     from lightning_rob.attacks import PGD
     from lightning_rob.attacks.auto import step_across
@@ -90,10 +90,10 @@ def run(config: CertifyConfig, run: "Run") -> bool:
     from lightning_rob.tables import print_table
     from lightning_rob.threat import Threat
 
-    sigma = smoothed_by(run.defense, config.sigma).sigma
+    sigma = smoothed_by(built.defense, config.sigma).sigma
     radii = (0.0, *config.lengths(sigma))
     settings = EvaluationSettings(config.seed, inferences=INFERENCES, max_images=config.images)
-    chosen = {"max_images": config.images, "seed": config.seed, **vars(run.inputs)}
+    chosen = {"max_images": config.images, "seed": config.seed, **vars(built.inputs)}
     certify = CertifiedEval(config.sigma, radii, config.draws, config.failure, **chosen)
     # An attack that succeeds within a certified radius would refute the certificate.
     attacks = {
@@ -106,19 +106,19 @@ def run(config: CertifyConfig, run: "Run") -> bool:
         )
         for radius in radii[1:]
     }
-    with without_reporting(run.trainer) as (_, others):
+    with without_reporting(built.trainer) as (_, others):
         target = partial(smoothed_by, sigma=config.sigma)
-        attack = Measurement(attacks, target, settings, run.inputs)
-        (attacked,) = measure(run.trainer, run.model, run.data, [*others, certify], [attack])
+        attack = Measurement(attacks, target, settings, built.inputs)
+        (attacked,) = measure(built.trainer, built.model, built.data, [*others, certify], [attack])
     certified = certify.result
     assert certified is not None
     wrong = certified.violations(attacked)
-    if run.trainer.is_global_zero:
+    if built.trainer.is_global_zero:
         print_table("Attacked: PGD on the vote", attacked.measurements())
-        weights, name = fingerprint(run.defense), Path(run.checkpoint or "").stem
+        weights, name = fingerprint(built.defense), Path(built.checkpoint or "").stem
         folder = config.out or Path("certificates") / f"{name}_{weights[:8]}_{sigma:g}"
         folder.mkdir(parents=True, exist_ok=True)
-        card = {"weights": weights, "command": run.command}
+        card = {"weights": weights, "command": built.command}
         attacked.save(folder / "certified.csv", card, certified.columns())
         found = certified.record(radii) | card | {"violations": wrong}
         append_records(folder / "certified.jsonl", [found])

@@ -58,7 +58,7 @@ def working_copy(module: M) -> M:
     return copied
 
 
-def private(module: M) -> M:
+def own_copy(module: M) -> M:
     """Return the module itself if it is made of working copies, else a working copy of it."""
     # An attack inside another one, or a mixture of adapted models, has copies already.
     own = any(ORIGIN in part.__dict__ for part in module.modules())

@@ -305,7 +305,7 @@ class EvaluationResult:
         images are the same.
         """
         if name == WORST:
-            return worst_measurement([self])
+            return worst_measurement([self], self.worst)
         details = {**self.details, "random": self.random, "interval_covers": self.covers}
         if found := [f for f in self.findings if f.values.get("attack", name) == name]:
             details["findings"] = [record(finding) for finding in found]
@@ -395,7 +395,7 @@ def worst_over(results: Sequence[EvaluationResult], fooled: bool = False) -> Wor
     )
 
 
-def worst_measurement(results: Sequence[EvaluationResult]) -> Result:
+def worst_measurement(results: Sequence[EvaluationResult], worst: Worst) -> Result:
     """Return the row of the strongest attack over several evaluations of one defense."""
     first, last = results[0], results[-1]
     details = {
@@ -405,7 +405,6 @@ def worst_measurement(results: Sequence[EvaluationResult]) -> Result:
     }
     found = {one.text: record(one) for result in results for one in result.findings}
     details |= {"findings": list(found.values())} if found else {}
-    worst = first.worst if len(results) == 1 else worst_over(results)
     attacks = [(name, attack) for result in results for name, attack in result.attacks.items()]
     details |= {"over": [name for name, _ in attacks]}
     if len(results) == 1 and not math.isnan(blind := first.blind(WORST)):
@@ -421,4 +420,4 @@ def worst_measurement(results: Sequence[EvaluationResult]) -> Result:
         (details["ball"], details["threat"]), *_ = threats.items()
     else:
         details["ball"] = "several"
-    return worst.row(details, (result.index for result in results), last.private_draws)
+    return worst.row(details)

@@ -6,7 +6,7 @@ nine attacks that change nothing took a random defense from 78 % to 58 %. There 
 on one half of the predictions and scored on the other half, then the other way round.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,15 +31,13 @@ class Worst:
     index: Tensor  # [n] the images' indices, rising
     scores: Tensor  # [n, R] in [0, 1]; columns are independent draws where there are several
     choice: str  # the way in which the attack was chosen
+    private_draws: bool = False  # whether the columns are defenders that adapted
+    partial: bool = False  # whether some attacks have more images
 
-    def row(
-        self, details: Mapping[str, Any], indices: Iterable[Tensor], private_draws: int = 1
-    ) -> Result:
-        """Return the row `worst` of a table over attacks on images of these indices."""
-        found = {**details, "choice": self.choice}
-        if any(len(index) > len(self.index) for index in indices):
-            found["images"] = COMMON
-        draws = self.scores if private_draws > 1 else None
+    def row(self, details: Mapping[str, Any]) -> Result:
+        """Return the row `worst` of a table."""
+        found = {**details, "choice": self.choice} | ({"images": COMMON} if self.partial else {})
+        draws = self.scores if self.private_draws else None
         return measured(WORST, self.scores.mean(1), 0.0, found, draws)
 
 
@@ -70,16 +68,19 @@ def worst_case(
     parts = [scores[torch.searchsorted(own, index)].double() for own, scores in tables]
     means = torch.cat([part.mean(2) for part in parts], 1)
     if not (random or joint):
-        return Worst(index, means.amin(1, keepdim=True), "per-image minimum")
-    if all(part.shape[2] > 1 for part in parts):
-        return _by_inferences(index, parts, joint)
-    if joint or len(index) < 2:
-        return Worst(index, means[:, [_strongest(means)]], "attack with the lowest mean")
-    even, chosen = torch.arange(len(means)) % 2 == 0, means[:, :1].clone()
-    # Chosen on one half and scored on the other: the luck of the choice does not count.
-    for half in (even, ~even):
-        chosen[half, 0] = means[half, _strongest(means[~half])]
-    return Worst(index, chosen, "one attack, chosen on the other half of the images")
+        scores, choice = means.amin(1, keepdim=True), "per-image minimum"
+    elif all(part.shape[2] > 1 for part in parts):
+        scores, choice = _by_inferences(parts, joint)
+    elif joint or len(index) < 2:
+        scores, choice = means[:, [_strongest(means)]], "attack with the lowest mean"
+    else:
+        scores, choice = means[:, :1].clone(), "one attack, chosen on the other half of the images"
+        even = torch.arange(len(means)) % 2 == 0
+        # Chosen on one half and scored on the other: the luck of the choice does not count.
+        for half in (even, ~even):
+            scores[half, 0] = means[half, _strongest(means[~half])]
+    partial = any(len(own) > len(index) for own, _ in tables)
+    return Worst(index, scores, choice, joint and scores.shape[1] > 1, partial)
 
 
 def _strongest(means: Tensor) -> int:
@@ -87,7 +88,7 @@ def _strongest(means: Tensor) -> int:
     return int(means.mean(0).argmin()) if len(means) else 0
 
 
-def _by_inferences(index: Tensor, parts: list[Tensor], joint: bool) -> Worst:
+def _by_inferences(parts: list[Tensor], joint: bool) -> tuple[Tensor, str]:
     """Choose by half of the inferences of scores [n, A, R], and take scores of the other half."""
     first = [part[..., : part.shape[2] // 2] for part in parts]
     second = [part[..., part.shape[2] // 2 :] for part in parts]
@@ -97,8 +98,7 @@ def _by_inferences(index: Tensor, parts: list[Tensor], joint: bool) -> Worst:
         for by, scores in sides:
             place = _strongest(torch.cat([part.mean(2) for part in by], 1))
             once.append([part[:, a] for part in scores for a in range(part.shape[1])][place])
-        choice = "one attack, chosen on the other half of the private draws"
-        return Worst(index, torch.cat(once, 1), choice)
+        return torch.cat(once, 1), "one attack, chosen on the other half of the private draws"
     each = []
     for by, scores in sides:
         expected = []
@@ -109,8 +109,7 @@ def _by_inferences(index: Tensor, parts: list[Tensor], joint: bool) -> Worst:
             expected.append((count * mean + PRIOR * mean.mean(0)) / (count + PRIOR))
         strongest = torch.cat(expected, 1).argmin(1, keepdim=True)
         each.append(torch.cat([part.mean(2) for part in scores], 1).gather(1, strongest))
-    choice = "per image, chosen on the other half of the inferences"
-    return Worst(index, torch.cat(each, 1), choice)
+    return torch.cat(each, 1), "per image, chosen on the other half of the inferences"
 
 
 def is_random(defense: Defense, x: Tensor, index: Tensor) -> bool:

@@ -50,6 +50,12 @@ def visible(text: str) -> str:
     )
 
 
+def reason_of(error: Exception) -> str:
+    """Return an error's class, the first line of its message, and its note: what raised it."""
+    first = [*str(error).strip().splitlines()[:1], *getattr(error, "__notes__", ())[:1]]
+    return visible(": ".join(filter(None, [type(error).__name__, " ".join(first)])))
+
+
 def nearest(name: str, known: Iterable[str], otherwise: str = "") -> str:
     """Return the end of a sentence that suggests names like a misspelt one, else `otherwise`."""
     close = get_close_matches(name, sorted({*known}), n=2, cutoff=0.65)

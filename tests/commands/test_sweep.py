@@ -177,7 +177,8 @@ def test_what_a_value_does_not_change_runs_once(trained, tmp_path, monkeypatch):
         "perturb",
         lambda self, d, *rest: calls.append(len(d.weights)) or run_pgd(self, d, *rest),
     )
-    records = sweep(trained, tmp_path / "g", "neighbours", "1,2")
+    twice = [*CALLBACKS, CALLBACKS[0]]  # the second has no attack of its own
+    records = sweep(trained, tmp_path / "g", "neighbours", "1,2", callbacks=twice)
     assert sorted(set(calls)) == [1, 3]
     once = calls.count(3)
     assert calls.count(1) == once
@@ -203,7 +204,7 @@ def test_killed_and_run_again_it_ends_with_the_same_table(trained, swept, tmp_pa
     shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
     assert ["(recorded)" in line for line in shown] == [True, False]
     folder, records, _ = swept("steps")
-    points = [point.result for point in ResultCache(tmp_path).points.values()]
+    points = [result for result, _ in ResultCache(tmp_path).found.values()]
     again = {(r.name, r.details["value"]): r.accuracy for r in points}
     assert again.items() <= accuracies(records).items()
     tables = [(place / "sweep.md").read_text() for place in (folder, tmp_path)]

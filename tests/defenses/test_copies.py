@@ -17,7 +17,7 @@ from lightning_rob.defenses.copies import (
     fresh,
     keep_changes,
     original,
-    private,
+    own_copy,
     working_copy,
 )
 
@@ -108,10 +108,10 @@ def test_objects_of_a_script_are_copied(monkeypatch):
 
 def test_what_is_made_of_copies_is_private():
     defense = Single(nn.Linear(4, 4))
-    copied = private(defense)
+    copied = own_copy(defense)
     assert copied is not defense
-    assert private(copied) is copied
-    assert private(wrapped := Single(copied.net)) is wrapped
+    assert own_copy(copied) is copied
+    assert own_copy(wrapped := Single(copied.net)) is wrapped
 
 
 def test_a_large_buffer_is_copied_and_a_plain_tensor_of_its_size_is_shared():

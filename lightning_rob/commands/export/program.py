@@ -30,19 +30,19 @@ Predict = Callable[..., Tensor]  # images [B, C, H, W], and keys [B] if it has a
 Inputs = tuple[Tensor, ...]
 
 
-def run(config: ExportConfig, run: Run) -> None:
+def run(config: ExportConfig, built: Run) -> None:
     """Export the defense of a checkpoint, and print how exact the program is."""
     path = config.out or Path()  # which the config has checked
     if config.format == "safetensors":
-        write_model_folder(run, path)
-        print(f"{type(run.defense).__name__} in {path}: lightning_rob.load({str(path)!r})")
+        write_model_folder(built, path)
+        print(f"{type(built.defense).__name__} in {path}: lightning_rob.load({str(path)!r})")
         return
-    run.data.setup("test")
-    batches = counted(run.data.test_dataloader(), run.inputs.unpack)
+    built.data.setup("test")
+    batches = counted(built.data.test_dataloader(), built.inputs.unpack)
     images, _, keys = next(regrouped(batches, config.images))
-    seed = int(getattr(run.model, "seed", 0))
+    seed = int(getattr(built.model, "seed", 0))
     try:
-        card = export(run.defense, path, images, keys, seed)
+        card = export(built.defense, path, images, keys, seed)
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {error}") from error
     print(

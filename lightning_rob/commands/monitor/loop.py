@@ -49,7 +49,7 @@ from lightning_rob.commands.monitor.suite import Suite
 from lightning_rob.commands.scores import Scores
 from lightning_rob.commands.thresholds import violations
 from lightning_rob.evaluation.records import SESSION, Result
-from lightning_rob.runtime.errors import Fault, InputError
+from lightning_rob.runtime.errors import Fault, InputError, reason_of
 from lightning_rob.runtime.files import UNWRITABLE, raise_thread_errors
 from lightning_rob.runtime.identity import cache_key
 
@@ -361,11 +361,9 @@ class Watched:
 
 
 def _reason(error: Exception) -> str:
-    """Return an error's first line; for weights of another architecture, a short reason."""
-    first = next(iter(str(error).strip().splitlines()), "")
-    first = " ".join([first, *getattr(error, "__notes__", ())[:1]]).strip()
-    if "state_dict" in first:
+    """Return the reason without the class of an error that explains itself."""
+    reason = reason_of(error)
+    if "state_dict" in reason:
         return "it is of another architecture than the model"
-    if isinstance(error, InputError | Fault | ValueError) and first:
-        return first
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+    explained = isinstance(error, InputError | Fault | ValueError)
+    return reason.removeprefix(f"{type(error).__name__}: ") if explained else reason

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from lightning_rob.commands.monitor.urls import parse_model
-from lightning_rob.runtime.errors import InputError, visible
+from lightning_rob.runtime.errors import InputError, reason_of, visible
 from lightning_rob.runtime.files import UNWRITABLE, manifest_name, manifest_path, stamp_of
 
 Stamp = tuple[Any, ...]  # changes when a checkpoint or its manifest does; can be written as JSON
@@ -124,7 +124,7 @@ class Bucket(RemoteSource):
         try:
             self.files, self.root = url_to_fs(url)
         except Exception as error:  # of any package
-            raise Unreachable(f"{url} cannot be opened: {_reason(error)}") from error
+            raise Unreachable(f"{url} cannot be opened: {reason_of(error)}") from error
         # The path of http is the whole URL, whose two slashes a `PurePosixPath` would join.
         folder, _, name = self.root.rpartition("/")
         self.single = name if name.endswith(".ckpt") else ""
@@ -158,7 +158,7 @@ class Bucket(RemoteSource):
             if isinstance(error, OSError) and error.errno in UNWRITABLE:
                 raise
             self._listed()  # raises the error of a bucket that is away as a whole
-            raise Refused(f"{self.url}: {name} cannot be fetched: {_reason(error)}") from error
+            raise Refused(f"{self.url}: {name} cannot be fetched: {reason_of(error)}") from error
         if self.stamps().get(name) != stamp:
             raise Replaced(f"{self.url}: {name} was replaced while it was fetched")
 
@@ -175,15 +175,11 @@ class Bucket(RemoteSource):
             return infos
         except Exception as error:  # of any package
             state = "is not there" if isinstance(error, FileNotFoundError) else "cannot be listed"
-            raise Unreachable(f"{self.url} {state}: {_reason(error)}") from error
+            raise Unreachable(f"{self.url} {state}: {reason_of(error)}") from error
 
 
 def _manifest_of(name: str) -> str:
     return str(PurePosixPath(name).with_name(manifest_name(PurePosixPath(name).name)))
-
-
-def _reason(error: Exception) -> str:
-    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
 
 
 class RegisteredModel(RemoteSource):

@@ -35,6 +35,7 @@ class Suite:
             trainer.callbacks = [*self.others, *evaluations]  # type: ignore[attr-defined]
             for evaluation in evaluations:
                 evaluation.setup(trainer, run.model, "test")  # renames clashing attacks
+            evaluations = [one for one in evaluations if one.attacks]  # others are repetitions
         trainer.loggers = []
         self.evaluations = [
             Measurement(e.attacks, e.target, e.settings, e.inputs) for e in evaluations
@@ -83,7 +84,8 @@ class Suite:
         pairs = [*zip(self.evaluations, results, strict=True)]
         full = [result for evaluation, result in pairs if evaluation.target is full_defense]
         worst = worst_over(full)
-        found = {WORST: (_on(full_defense, worst_measurement(full)), (worst.index, worst.scores))}
+        row = _on(full_defense, worst_measurement(full, worst))
+        found = {WORST: (row, (worst.index, worst.scores))}
         # The full defense comes last: its clean images are the ones that stay.
         for evaluation, result in sorted(pairs, key=lambda pair: pair[0].target is full_defense):
             for name, scores in scores_by_name(result).items():

@@ -1,9 +1,11 @@
 """`lightning-rob sweep`: attack a checkpoint once for each value of a variable."""
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,9 @@ from lightning_rob.commands.sweep import OF_DEFENSE, SweepConfig, Value
 from lightning_rob.commands.sweep.table import Row, SweepTable
 from lightning_rob.defenses import Defense, Ensemble
 from lightning_rob.evaluation import worst_case
-from lightning_rob.evaluation.records import Result, append_records, measured, versions
+from lightning_rob.evaluation.records import Result, append_records, versions
 from lightning_rob.evaluation.results import WORST
-from lightning_rob.runtime.errors import Fault, visible
+from lightning_rob.runtime.errors import Fault, reason_of
 from lightning_rob.runtime.files import read_json_lines
 from lightning_rob.runtime.identity import attack_spec, cache_key, fingerprint
 from lightning_rob.tables import CLEAN
@@ -32,36 +34,30 @@ RECORD, SCORES = "sweep.jsonl", "sweep_scores"
 MEASURED = ("random", "private_draws", "interval_covers")  # details known after the evaluation
 
 
-def run(config: SweepConfig, run: Run) -> None:
+def run(config: SweepConfig, built: Run) -> None:
     """Sweep, print the table, and write record, table and figure."""
-    weights = fingerprint(run.defense)
-    name = Path(run.checkpoint).stem if run.checkpoint else type(run.model).__name__
+    weights = fingerprint(built.defense)
+    name = Path(built.checkpoint).stem if built.checkpoint else type(built.model).__name__
     folder = config.out or Path("sweeps") / f"{name}_{weights[:8]}_{config.over}"
-    with without_reporting(run.trainer) as (callbacks, others):
+    with without_reporting(built.trainer) as (callbacks, others):
         for callback in callbacks:
-            callback.setup(run.trainer, run.model, "test")  # renames clashing attacks
-        plan = measurement_plan(config, callbacks, run)
-        sweep = Sweep(config, run, others, ResultCache(folder))
+            callback.setup(built.trainer, built.model, "test")  # renames clashing attacks
+        plan = measurement_plan(config, callbacks, built)
+        sweep = Sweep(config, built, others, ResultCache(folder))
         table = sweep.measure(config.own(plan))
-    if run.trainer.is_global_zero and config.part is None:
+    if built.trainer.is_global_zero and config.part is None:
         facts = {
-            "command": run.command,
+            "command": built.command,
             "date": datetime.now().astimezone().isoformat(" ", "minutes"),
-            "model": f"{type(run.model).__name__}, weights {weights}",
-            "checkpoint": run.checkpoint or "none",
-            "data": f"test images of {type(run.data).__name__}",
+            "model": f"{type(built.model).__name__}, weights {weights}",
+            "checkpoint": built.checkpoint or "none",
+            "data": f"test images of {type(built.data).__name__}",
             "versions": ", ".join(f"{package} {v}" for package, v in versions().items()),
         }
         SweepTable(config, table, facts).write(folder)
     if sweep.failures:
-        named = "; ".join(f"{v.label}: {_reason(error)}" for v, error in sweep.failures.items())
+        named = "; ".join(f"{v.label}: {reason_of(error)}" for v, error in sweep.failures.items())
         raise Fault(f"{len(sweep.failures)} of {len(plan)} values failed, {named}")
-
-
-def _reason(error: Exception) -> str:
-    """Return the kind of an error, its first line and the attack that raised it."""
-    lines = [*str(error).strip().splitlines()[:1], *getattr(error, "__notes__", ())[:1]]
-    return visible(f"{type(error).__name__}: {' '.join(lines)}")
 
 
 def with_value(attack: Attack, over: str, value: float) -> Attack:
@@ -101,36 +97,20 @@ def changed(defense: Defense, over: str, value: float) -> Defense:
 
 
 @dataclass(frozen=True)
-class Target:
-    """Function of a defense that sets the variable and returns the part that `source` attacks."""
-
-    over: str
-    value: float
-    source: RobustEval
-
-    def __call__(self, defense: Defense) -> Defense:
-        return self.source.target(changed(defense, self.over, self.value))
-
-    def attacks(self) -> dict[str, Attack]:
-        if self.over in OF_DEFENSE:
-            return dict(self.source.attacks)
-        return {n: with_value(a, self.over, self.value) for n, a in self.source.attacks.items()}
-
-
-@dataclass(frozen=True)
 class Task:
-    """An attack on a defense, one cell of the table."""
+    """An attack on the defense, or a part of it, at one value: one cell of the table."""
 
     name: str
     attack: Attack | None  # None for clean images
-    target: Target
+    source: RobustEval
+    target: Callable[[Defense], Defense]  # sets the value and returns what `source` attacks
     details: dict[str, Any]  # fields of the record
     key: str  # of all that the result depends on
 
     @property
     def counts(self) -> bool:
         """Whether it counts in the worst case: an attack on the full defense."""
-        return self.attack is not None and self.target.source.target is full_defense
+        return self.attack is not None and self.source.target is full_defense
 
 
 Plan = list[tuple[Value, list[Task]]]
@@ -139,6 +119,7 @@ Plan = list[tuple[Value, list[Task]]]
 def measurement_plan(config: SweepConfig, callbacks: Sequence[RobustEval], run: Run) -> Plan:
     """Return the tasks of each value."""
     over = str(config.over)
+    callbacks = [callback for callback in callbacks if callback.attacks]  # others are repetitions
     attacks = [attack for callback in callbacks for attack in callback.attacks.values()]
     if not attacks:
         raise ValueError(
@@ -150,9 +131,8 @@ def measurement_plan(config: SweepConfig, callbacks: Sequence[RobustEval], run: 
     settings, plan = run.settings(), []
     # Every defense and attack is built before the first is measured: a misfit shows at once.
     for value in config.points:
-        targets = [Target(over, value.number, callback) for callback in callbacks]
-        tasks = [task for target in targets for task in _tasks(target, run, settings)]
-        plan.append((value, tasks))
+        found = (_tasks(source, over, value.number, run, settings) for source in callbacks)
+        plan.append((value, [*chain(*found)]))
     first = plan[0][1]
     names = [*dict.fromkeys(task.name for task in first)]
     names += [WORST] * (sum(task.counts for task in first) > 1)
@@ -161,38 +141,34 @@ def measurement_plan(config: SweepConfig, callbacks: Sequence[RobustEval], run: 
     return plan
 
 
-def _tasks(target: Target, run: Run, settings: dict[str, Any]) -> Iterator[Task]:
+def _attacked_part(source: RobustEval, over: str, value: float, defense: Defense) -> Defense:
+    return source.target(changed(defense, over, value))
+
+
+def _tasks(
+    source: RobustEval, over: str, value: float, run: Run, settings: dict[str, Any]
+) -> Iterator[Task]:
     """Yield clean images, if the full defense is attacked, and every attack of a callback."""
-    source = target.source
+    target = partial(_attacked_part, source, over, value)
     shared = {
         "target": getattr(source.target, "__name__", repr(source.target)),
-        **{name: value for name, value in source.settings.asdict().items() if value is not None},
+        **{name: one for name, one in source.settings.asdict().items() if one is not None},
         "max_images": source.settings.max_images,
     }
     depends = shared | settings | {"defense": fingerprint(target(source.defense_of(run.model)))}
     clean: dict[str, Attack | None] = {CLEAN: None} if source.target is full_defense else {}
-    for name, attack in (clean | target.attacks()).items():
+    for name, attack in (clean | source.attacks).items():
         specs = {}
         if attack:
+            attack = attack if over in OF_DEFENSE else with_value(attack, over, value)
             specs = {"attack": attack_spec(attack), "threat": attack_spec(attack.threat)}
         # The key leaves out the value swept: tasks that it does not change are measured once.
-        place = {"variable": target.over, "value": target.value, "stage": "test"}
+        place = {"variable": over, "value": value, "stage": "test"}
         details = place | specs | shared | {"versions": settings["versions"]}
-        yield Task(name, attack, target, details, cache_key(name=name, **specs, **depends))
+        yield Task(name, attack, source, target, details, cache_key(name=name, **specs, **depends))
 
 
-@dataclass(frozen=True)
-class Point:
-    """A result and its per-image scores."""
-
-    result: Result
-    scores: Scores
-
-    @property
-    def place(self) -> tuple[str, str, str]:
-        """Variable, value, and key of all that the result depends on."""
-        details = self.result.details
-        return details["variable"], repr(float(details["value"])), str(details["reuse"]["key"])
+Scored = tuple[Result, Scores]
 
 
 class ResultCache:
@@ -201,29 +177,28 @@ class ResultCache:
     def __init__(self, folder: Path) -> None:
         self.path = folder / RECORD
         self.files = ScoreFiles(folder, SCORES)
-        self.points: dict[str, Point] = {}
-        self.places: set[tuple[str, str, str]] = set()
+        self.found: dict[str, Scored] = {}
+        self.places: set[tuple[str, float, str]] = set()  # variable, value and key of each record
         for fields in read_json_lines(self.path):
             try:
                 if (scores := self.files.read(fields)) is not None:
-                    point = Point(Result.from_record(fields), scores)
-                    self.places.add(point.place)
-                    self.points.setdefault(point.place[-1], point)
+                    self.add(Result.from_record(fields), scores, write=False)
             except (ValueError, KeyError, TypeError, AttributeError):  # a record of another kind
                 continue
 
-    def add(self, points: Sequence[Point], write: bool) -> None:
-        """Keep results; one of the processes writes each that the file lacks for its value."""
-        unique = {point.place: point for point in points}
-        new = [point for place, point in unique.items() if place not in self.places]
-        if write and new:
-            for point in new:
-                if point.place[-1] not in self.points:
-                    self.files.write(point.place[-1], point.scores)
-            append_records(self.path, (point.result.record() for point in new))
-        self.places |= unique.keys()
-        for point in new:
-            self.points.setdefault(point.place[-1], point)
+    def add(self, result: Result, scores: Scores, write: bool) -> None:
+        """Keep a result; one of the processes writes it if the file lacks it for its value."""
+        details = result.details
+        key = str(details["reuse"]["key"])
+        place = details["variable"], float(details["value"]), key
+        if place in self.places:
+            return
+        if write:
+            if key not in self.found:
+                self.files.write(key, scores)
+            append_records(self.path, [result.record()])
+        self.places.add(place)
+        self.found.setdefault(key, (result, scores))
 
 
 @dataclass(frozen=True)
@@ -250,68 +225,61 @@ class Sweep:
                 # Other processes would wait for this one, and all values have one cause.
                 if self.run.trainer.world_size > 1 or len(self.failures) == len(plan):
                     raise next(iter(self.failures.values())) from None
-                print(f"{place}: failed, {_reason(error)}")
+                print(f"{place}: failed, {reason_of(error)}")
                 continue
-            points = [self._point(task, new) for task in tasks]
-            self.cache.add(points, writes)
-            worst = self._worst_point(tasks)
-            self.cache.add(worst, writes)
             row = table.setdefault(value, {})
-            for point in (*points, *worst):
-                row.setdefault(point.result.name, point.result)
+            for result, scores in self._results(tasks, self.cache.found | new):
+                self.cache.add(result, scores, writes)
+                row.setdefault(result.name, result)
             if writes:
                 took = f"{time.perf_counter() - began:.0f} s" if new else "recorded"
                 accuracies = ", ".join(f"{r.name} {r.accuracy:.1%}" for r in row.values())
                 print(f"{place}: {accuracies} ({took})")
         return table
 
-    def _measured(self, tasks: Sequence[Task]) -> dict[tuple[str, Target], Point]:
-        """Measure the tasks that are not recorded, in one test for all callbacks."""
-        missing = [task for task in tasks if task.key not in self.cache.points]
+    def _measured(self, tasks: Sequence[Task]) -> dict[str, Scored]:
+        """Measure the tasks that are not recorded, by key, in one test for all callbacks."""
+        missing = [task for task in tasks if task.key not in self.cache.found]
         measurements = {}
-        for target in dict.fromkeys(task.target for task in missing):
-            attacks = {t.name: t.attack for t in missing if t.target == target and t.attack}
-            if not attacks:  # only clean images are missing, but an evaluation needs an attack
-                attacks = dict([*target.attacks().items()][:1])
-            source = target.source
+        for source, target in dict.fromkeys((task.source, task.target) for task in missing):
+            own, lacking = (
+                [(task.name, task.attack) for task in some if task.target is target and task.attack]
+                for some in (tasks, missing)
+            )
+            # Also where only clean images are missing an evaluation needs an attack.
+            attacks = dict(lacking or own[:1])
             measurements[target] = Measurement(attacks, target, source.settings, source.inputs)
         if not measurements:
             return {}
-        run = self.run
-        results = measure(run.trainer, run.model, run.data, self.others, [*measurements.values()])
-        return {
-            (name, target): Point(result.measurement(name), scores)
-            for target, result in zip(measurements, results, strict=True)
-            for name, scores in scores_by_name(result).items()
-        }
+        run, new = self.run, {}
+        found = measure(run.trainer, run.model, run.data, self.others, [*measurements.values()])
+        results = dict(zip(measurements, found, strict=True))
+        for task in missing:
+            result = results[task.target]
+            new[task.key] = result.measurement(task.name), scores_by_name(result)[task.name]
+        return new
 
-    def _point(self, task: Task, new: dict[tuple[str, Target], Point]) -> Point:
-        """Return a task's result from an equal measurement, recorded or new."""
-        source = self.cache.points.get(task.key) or new[task.name, task.target]
-        # The scores may come from another value, which changes nothing for this attack: the
-        # details are this task's own, but for what only the measurement knows.
-        own = {name: source.result.details[name] for name in MEASURED}
-        details = task.details | own | {"reuse": self.cache.files.reference(task.key)}
-        scores = source.scores[1]
-        draws = scores if own["private_draws"] > 1 else None
-        result = measured(task.name, scores.mean(1), source.result.seconds, details, draws)
-        return Point(result, source.scores)
-
-    def _worst_point(self, tasks: Sequence[Task]) -> list[Point]:
-        """Return the result under the strongest of several attacks on the full defense, if any."""
+    def _results(self, tasks: Sequence[Task], known: Mapping[str, Scored]) -> Iterator[Scored]:
+        """Yield a value's results: of each task, and under the strongest of several attacks."""
+        for task in tasks:
+            result, scores = known[task.key]
+            # The scores may come from another value, which changes nothing for this attack: the
+            # details are this task's own, but for what only the measurement knows.
+            details = task.details | {name: result.details[name] for name in MEASURED}
+            details |= {"reuse": self.cache.files.reference(task.key)}
+            yield replace(result, details=details), scores
         counted = [task for task in tasks if task.counts]
         if len(counted) < 2:
-            return []
+            return
         clean = [task for task in tasks if task.attack is None]  # counts too, as in `RobustEval`
-        over = [self.cache.points[task.key] for task in (*clean, *counted)]
-        tables = [(index, scores[:, None]) for index, scores in (point.scores for point in over)]
-        random = any(point.result.details["random"] for point in over)
+        over = [known[task.key] for task in (*clean, *counted)]
+        tables = [(index, scores[:, None]) for _, (index, scores) in over]
+        random = any(result.details["random"] for result, _ in over)
         found = worst_case(tables, random, self.run.defense.transductive)
         key = cache_key(name=WORST, over=[task.key for task in counted])
-        last = over[-1].result.details
+        last = over[-1][0].details
         details = {k: v for k, v in counted[0].details.items() if k not in ("attack", "threat")}
         details |= {name: last[name] for name in MEASURED}
         details |= {"over": [task.name for task in counted]}
         details |= {"reuse": self.cache.files.reference(key)}
-        worst = found.row(details, (index for index, _ in tables), last["private_draws"])
-        return [Point(worst, (found.index, found.scores))]
+        yield found.row(details), (found.index, found.scores)

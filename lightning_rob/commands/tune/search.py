@@ -49,30 +49,30 @@ BUDGET = ("trials", "min_trials", "patience", "random")
 Build = Callable[[Path], Any]  # recipe -> model, datamodule and trainer
 
 
-def run(config: TuneConfig, run: Run, build: Build) -> None:
+def run(config: TuneConfig, built: Run, build: Build) -> None:
     """Search, print and write the best values."""
-    if run.trainer.world_size > 1:
+    if built.trainer.world_size > 1:
         raise ValueError(
-            f"a trial runs on one device, got {run.trainer.world_size}: add --trainer.devices=1; "
+            f"a trial runs on one device, got {built.trainer.world_size}: add --trainer.devices=1; "
             "--workers and --ray make several trials at a time"
         )
-    out = config.out or Path("tuning") / run.name
+    out = config.out or Path("tuning") / built.name
     file = config.space or Path()  # which the config has checked
     content = load_file(file, "a search space")
     try:
         space = Space.read(content)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
-    own = space.initial(run.recipe)
+    own = space.initial(built.recipe)
     given = {name: value for name in BUDGET if (value := getattr(config, name)) is not None}
     budget = replace(space.budget, **given)
-    replaced(run.recipe, space.trial)  # fail for an unknown key before anything is built
+    replaced(built.recipe, space.trial)  # fail for an unknown key before anything is built
     search = Search(space, own, budget, config.seed)
     bounds = {key: str(bound) for key, bound in space.variables.items()}
     parts = [bounds, space.objective, space.trial, str(space.prune)]
-    key = cache_key(recipe=run.recipe, space=parts, seed=config.seed)
+    key = cache_key(recipe=built.recipe, space=parts, seed=config.seed)
     record = Record(out / "trials.jsonl", key)
-    training = Training(run.recipe, space, config.seed, out, build, record, budget.stop_after)
+    training = Training(built.recipe, space, config.seed, out, build, record, budget.stop_after)
     with quiet_lightning():
         training.build_trial(0, own)  # fail for an invalid value before the first trial
 
@@ -89,11 +89,11 @@ def run(config: TuneConfig, run: Run, build: Build) -> None:
         study.run_part(*map(int, config.part.split("/")))
         return
     if config.processes:
-        args = shlex.split(run.command)[1:]
+        args = shlex.split(built.command)[1:]
         study.run_rounds(config.processes, partial(spread, args, config.processes, config.ray > 0))
     else:
         study.run()
-    write_outcome(study, run, out)
+    write_outcome(study, built, out)
 
 
 @dataclass(frozen=True)
