@@ -9,12 +9,7 @@ from lightning_rob.attacks import DoublePrecision, InsideBounds, WithBackward
 from lightning_rob.audit.target import AuditBatch, AuditTarget
 from lightning_rob.evaluation import checks
 from lightning_rob.evaluation.check_batch import nonfinite
-from lightning_rob.evaluation.columns import (
-    MOST,
-    depends_on_noise,
-    hidden_pixels,
-    is_nondeterministic,
-)
+from lightning_rob.evaluation.columns import MOST, hidden_pixels, is_nondeterministic, uses_noise
 from lightning_rob.evaluation.findings import (
     Columns,
     Finding,
@@ -54,7 +49,7 @@ def predicted_class(batch: AuditBatch) -> Tensor:
 def averaged(batch: AuditBatch) -> Tensor:
     """Return the scores [B] under the default attack with steps that average over draws (EoT)."""
     suite = batch.target.suite
-    if suite.averaged is None or not (depends_on_noise(batch) | is_nondeterministic(batch)).any():
+    if suite.averaged is None or not (uses_noise(batch) | is_nondeterministic(batch)).any():
         return batch.score(suite.default)
     return batch.run(suite.default, suite.averaged)[1].mean(1)
 

@@ -57,7 +57,7 @@ def is_constant(batch: CheckBatch) -> Tensor:
     return ~_differ(batch.logits_of(moved), batch.logits, 0.0)
 
 
-def depends_on_noise(batch: CheckBatch) -> Tensor:
+def uses_noise(batch: CheckBatch) -> Tensor:
     """Return the images [B] whose logits depend on the noise."""
     return _differ(batch.logits_of(batch.x, "again"), batch.logits) & ~batch.nonfinite
 
@@ -294,7 +294,7 @@ COLUMNS: dict[str, Measure] = {
     "is_probability": is_probability,
     "is_constant": is_constant,
     "is_small": is_small,
-    "is_random": depends_on_noise,
+    "is_random": uses_noise,
     "is_nondeterministic": is_nondeterministic,
     "depends_on_batch": depends_on_batch,
     "changes_itself": changes_itself,
