@@ -35,7 +35,8 @@ SETS, IMAGES = 3, 24
 
 def figures() -> list[Row]:
     """Return the rows."""
-    rows = [agree(name, start) for name, start in (("torchrun", by_torchrun), ("variables of SLURM", by_slurm))]
+    starts = {"torchrun": by_torchrun, "variables of SLURM": by_slurm}
+    rows = [agree(name, start) for name, start in starts.items()]
     return [*rows, *exported()]
 
 
