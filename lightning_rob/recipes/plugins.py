@@ -68,5 +68,6 @@ def _joined(callbacks: list[dict[str, Any]], file: Path) -> list[dict[str, Any]]
             continue
         own = dict(attacks)
         found.append(_with_options(callback, {"attacks": own} if attacks else {}))
-        joined.append((rest, own))
+        if attacks:
+            joined.append((rest, own))
     return found

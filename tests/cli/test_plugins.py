@@ -97,6 +97,8 @@ def test_a_suite_joins_callbacks_that_differ_in_attacks_alone(folder):
     put(folder, "suites.yaml", ["suite.yaml", "one.yaml", "ModelCheckpoint"])
     other = {"class_path": "ModelCheckpoint", "init_args": {}}
     assert expand("suites.yaml", folder) == [joined, ten, other]
+    put(folder, "clean_first.yaml", [robust_eval({}), "one.yaml"])  # no attack is lost
+    assert expand("clean_first.yaml", folder) == [robust_eval({}), robust_eval({"pgd": pgd()})]
 
 
 def test_options_of_a_plugin(folder):
