@@ -98,6 +98,23 @@ def test_a_module_of_yours(tmp_path, monkeypatch, capsys):
     del sys.modules["mine"]
 
 
+def test_an_attack_without_gradients(tmp_path, monkeypatch, capsys):
+    """The class and the plug-in of the page attack a network of the package, as the line says."""
+    page = PAGES["extending.md"].read_text().partition("### Without gradients")[2]
+    (tmp_path / "mine.py").write_text(re.search(r"```python\n(.*?)```", page, re.S)[1])
+    (tmp_path / "search.yaml").write_text(re.search(r"```yaml\n(.*?)```", page, re.S)[1])
+    line = re.search(r"PYTHONPATH=\. lightning-rob (.*)", page)[1]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    main(shlex.split(line))
+    del sys.modules["mine"]
+    (record,) = tmp_path.rglob("robust.jsonl")
+    found = {one["name"]: one for one in map(json.loads, record.read_text().splitlines())}
+    assert found["clean"]["n"] == 100
+    assert found["search"]["accuracy"] < found["clean"]["accuracy"] - 0.2
+
+
 class Built(HTMLParser):
     """Collects the anchors and the links of a built page; a picture needs an alternative text."""
 

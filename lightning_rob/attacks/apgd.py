@@ -12,6 +12,7 @@ from lightning_rob.attacks.base import Attack, check_norm
 from lightning_rob.attacks.budget import PassCount
 from lightning_rob.attacks.foreign import scores_of
 from lightning_rob.attacks.gradient import ObjectiveAt, ObjectiveGradient
+from lightning_rob.attacks.nested import map_attacks
 from lightning_rob.attacks.pgd import better, is_certain
 from lightning_rob.attacks.targeted import wrong_classes
 from lightning_rob.defenses import Defense
@@ -24,6 +25,7 @@ from lightning_rob.threat import Threat, choose, divisor, scale, signs_of_larges
 
 ALPHA = 0.75  # share of the gradient step in a move; the rest is the previous move
 RHO = 0.75  # a step size stays if at least this share of the last moves raised the objective
+SHORT = 25  # steps of a run for l1, where many runs are taken
 WIDE = (3.0, 2.0)  # radii of the balls in which a run for l1 begins, in units of eps
 
 
@@ -273,6 +275,21 @@ class SparseAscent(Ascent):
         length = self.step_size * threat.unit(self.x)
         step = scale(signs_of_largest(self.gradient, share), length)
         self.x_adv = threat.project(self.x_adv + step, self.x)
+
+
+def in_short_runs(attack: Attack, passes: int, count: PassCount) -> Attack:
+    """Return an attack whose APGD for l1 takes as many short runs as the passes allow.
+
+    In l1 a run settles early on the pixels that it moves: another start finds more than more steps.
+    """
+    if attack.threat.p != 1:
+        return attack
+
+    def of_runs(restarts: int) -> Attack:
+        runs = {"steps": SHORT, "restarts": restarts}
+        return map_attacks(attack, lambda part: runs if isinstance(part, APGD) else {})
+
+    return of_runs(max(passes // of_runs(1).cost(count), 1))
 
 
 def _moved(x_adv: Tensor, x: Tensor) -> Tensor:

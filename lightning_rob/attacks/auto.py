@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_rob.attacks.apgd import APGD
+from lightning_rob.attacks.apgd import APGD, in_short_runs
 from lightning_rob.attacks.arc import ARC
 from lightning_rob.attacks.backward import SurrogateTransforms
 from lightning_rob.attacks.base import Attack
@@ -26,7 +26,7 @@ from lightning_rob.defenses import (
 )
 from lightning_rob.defenses.per_image import per_image_layers
 from lightning_rob.defenses.rejection import unwrapped
-from lightning_rob.objectives import linear, margin_of_rule
+from lightning_rob.objectives import ce_of_rule, linear, margin_of_rule
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import random_member
 from lightning_rob.runtime.errors import at_least
@@ -78,7 +78,7 @@ class Auto(Attack):
     returns what was found, as an attack that does not.
 
     Args:
-        threat: linf or l2, in pixel units.
+        threat: linf, l2 or l1, in pixel units.
         passes: the largest number of forward and backward passes of an image; see `Budgeted`.
         stand_in: share of the passes from which a small network learns what lies before a part,
             where no other slope is of use (BPDA); 0 trains none.
@@ -119,8 +119,7 @@ class Auto(Attack):
         # The climb and ARC drop images, which labels behind which a defense rejects do not allow.
         if kind in ("single", "ensemble") or (kind == "randomized" and per_image_layers(defense)):
             opening = int(OPENING * passes)
-            margin = APGD(self.threat, objective=margin_of_rule(defense.rule))
-            first: Attack = Budgeted(margin, opening)
+            first: Attack = Budgeted(in_short_runs(self._apgd(defense), opening, count), opening)
         else:
             opening = int(OPENING_FOR_KIND * passes)
             first = replace(self, passes=opening).schedule(defense, classes)
@@ -185,7 +184,16 @@ class Auto(Attack):
             return OnDifferentiable(Budgeted(pgd, self.passes))
         parts = self._shares(kind, defense, classes)
         free = self.passes - members * len(parts)  # Strongest evaluates each
-        return Strongest(tuple(Budgeted(a, max(int(share * free), 1)) for share, a in parts))
+        count, given = PassCount(defense, torch.empty(0), classes), []
+        for share, attack in parts:
+            each = max(int(share * free), 1)
+            given.append(Budgeted(in_short_runs(attack, each, count), each))
+        return Strongest(tuple(given))
+
+    def _apgd(self, defense: Defense) -> APGD:
+        """Return APGD on the margin, or in l1 on cross-entropy, which leaves fewer images there."""
+        objective = ce_of_rule if self.threat.p == 1 else margin_of_rule
+        return APGD(self.threat, objective=objective(defense.rule))
 
     def _pgd(self, defense: Defense, passes: int, networks: int) -> PGD:
         """Return PGD with a step size by which as many steps as fit lead across the ball."""
@@ -197,11 +205,13 @@ class Auto(Attack):
         self, kind: SuiteKind, defense: Defense, classes: int
     ) -> tuple[tuple[float, Attack], ...]:
         """Return the attacks on fixed classifiers with their shares of the passes."""
-        margin = APGD(self.threat, objective=margin_of_rule(defense.rule))
+        margin = self._apgd(defense)
         if kind == "randomized":
             count = PassCount(defense, torch.empty(0), classes)
             if LatticeClimber(self.threat, FEWEST_STEPS).cost(count) <= 0.75 * self.passes:
                 return (0.25, margin), (0.75, LatticeClimber(self.threat))
+            if self.threat.p == 1:
+                return ((1.0, margin),)
             # With fewer steps for each set of many members ARC is the stronger one.
             arc = ARC(self.threat, 1, self.threat.eps / 4, neighbours=4, early_stop=True)
             return (0.5, margin), (0.5, arc)
@@ -212,8 +222,8 @@ class Auto(Attack):
 
 def check_threat(threat: Threat) -> None:
     """Raise ValueError unless all attacks of a suite support the threat."""
-    if threat.p not in (2, float("inf")) or threat.relative or not threat.eps > 0:
-        raise ValueError(f"the suite needs linf or l2 and eps > 0 in pixel units, got {threat}")
+    if threat.p not in (1, 2, float("inf")) or threat.relative or not threat.eps > 0:
+        raise ValueError(f"the suite needs linf, l2 or l1 and eps > 0 in pixels, got {threat}")
 
 
 def surrogate_for(defense: Defense) -> SurrogateTransforms | None:

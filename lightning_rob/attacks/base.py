@@ -31,6 +31,7 @@ from lightning_rob.runtime.memory import images_at_once
 from lightning_rob.threat import Norm, Threat, pixels
 
 ENOUGH = 16  # images without a gradient are no accident
+IN_L1 = ("Auto", "AutoAttack", "APGD", "FAB", "LatticeClimber", "PGD or Square")
 HAIR = 1e-4  # of the pixels' range, from the bounds
 
 
@@ -66,7 +67,8 @@ def check_norm(attack: "Attack", *orders: float) -> None:
     if attack.threat.p not in orders:
         names = " and ".join("linf" if p == math.inf else f"l{p:g}" for p in orders)
         kind, norm = type(attack).__name__, attack.threat.norm
-        raise ValueError(f"{kind} is for {names}, not for norm {norm}")
+        instead = f": for l1 take {', '.join(IN_L1)}" if attack.threat.p == 1 else ""
+        raise ValueError(f"{kind} is for {names}, not for norm {norm}{instead}")
 
 
 def set_step_size(attack: Any) -> None:

@@ -74,7 +74,7 @@ class LatticeClimber(Attack):
     linearised boundary that is farthest away.
 
     Args:
-        threat: the ball and the bounds; linf or l2.
+        threat: the ball and the bounds; linf, l2 or l1.
         steps: the largest number of steps for one set; 100 where a point matters.
         step_size: length of the first signed step in pixel units; None is eps / 4.
         classes: number of wrong classes that are tried for each member alone: the runner-up of each
@@ -82,7 +82,7 @@ class LatticeClimber(Attack):
         start: try the images that this attack returns as well: the climb is then never weaker.
 
     Raises:
-        ValueError: no step, a step size that is not positive, a norm other than linf and l2, a
+        ValueError: no step, a step size that is not positive, a norm other than linf, l2 and l1, a
             relative radius, a start with another threat.
     """
 
@@ -98,7 +98,7 @@ class LatticeClimber(Attack):
     def __post_init__(self) -> None:
         at_least(1, steps=self.steps, classes=self.classes)
         set_step_size(self)
-        check_norm(self, math.inf, 2)
+        check_norm(self, math.inf, 2, 1)
         if self.threat.relative:
             raise ValueError(f"LatticeClimber is for a radius in pixel units, got {self.threat}")
         if self.start and self.start.threat != self.threat:
@@ -222,7 +222,10 @@ class LatticeClimber(Attack):
             pull = (distances > -BEYOND * eps) / divisor(slopes)
             total = torch.stack([scale(g, share) for g, share in zip(gradients, pull, strict=True)])
             stride = (self.step_size or eps / 4) * (1 - 0.9 * done / SIGNED)
-            return delta - stride * self.threat.steepest(total.sum(0))
+            way = -total.sum(0)
+            if self.threat.p == 1:  # a sparse step must not be spent on pixels at their bounds
+                way = self.threat.free(way, x + delta)
+            return delta + stride * self.threat.direction(way)
         # Projections onto the farthest of several half-spaces converge to a point of all of them.
         far, images = distances.argmax(0), torch.arange(len(x), device=x.device)
         g = gradients[far, images]

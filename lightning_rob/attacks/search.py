@@ -9,7 +9,7 @@ import yaml
 from torch import Tensor, nn
 
 from lightning_rob.attacks.active_set import positions
-from lightning_rob.attacks.apgd import APGD
+from lightning_rob.attacks.apgd import APGD, in_short_runs
 from lightning_rob.attacks.base import Attack
 from lightning_rob.attacks.budget import PassCount
 from lightning_rob.attacks.decorators import Budgeted
@@ -377,10 +377,14 @@ class Search:
         if hasattr(attack, "slopes") and self.random:
             steps = max(passes // (2 * attack.attack.draws * self.networks), 1)
             attack = _changed(attack, step_size=2.5 * self.threat.eps / steps)
-        return Budgeted(attack, max(passes, 1))
+        count = PassCount(self.defense, self.x, self.classes)
+        return Budgeted(in_short_runs(attack, passes, count), max(passes, 1))
 
     def _noisy(self, view: SurrogateGradient) -> SurrogateGradient:
-        return replace(view, noise=NOISE * self.threat.eps, copies=COPIES)
+        # In l1 the radius is spent on few pixels: noise is measured by what each of them moves.
+        low, high = self.threat.bounds
+        length = min(self.threat.eps, (high - low) / 3) if self.threat.p == 1 else self.threat.eps
+        return replace(view, noise=NOISE * length, copies=COPIES)
 
     def _variants(self, judged: list[Judged], learning: int) -> Iterator[Attack]:
         """Yield stand-ins and Square where nothing works, and variants of the best."""
@@ -461,7 +465,7 @@ class Search:
             return [(1.0, Square(self.threat))]
         best = judged[0]
         follows = not getattr(best.attack, "copies", 1)  # a gradient, at the image itself
-        towards = follows and self.classes > 3 and not self.random
+        towards = follows and self.classes > 3 and not self.random and self.threat.p != 1
         targeted = _changed(best.attack, targets=TARGETS) if towards else None
         if best.left == 1 and targeted:
             return [(1.0, targeted)]

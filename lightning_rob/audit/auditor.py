@@ -58,7 +58,7 @@ def audit(
     Args:
         defense: the defense; it and torch's global random stream are not changed.
         x: [B, C, H, W] images; a defense that adapts has them all in one round.
-        threat: linf or l2; None is linf 8/255.
+        threat: linf, l2 or l1; None is linf 8/255.
         index: [B] the images' indices, by which noise is keyed; None for the positions.
         checks: the checks that are made; only the columns that they need are measured.
         **options: see `AuditTarget`.

@@ -35,7 +35,7 @@ class RobustAudit(EvaluationCallback):
     accuracies and the findings after a test, and writes them to `audit.json` in the run's folder.
 
     Args:
-        threat: linf or l2; None is linf 8/255.
+        threat: linf, l2 or l1; None is linf 8/255.
         steps: steps of the default PGD; longer attacks have a multiple of it.
         queries: queries of the Square Attack for each image.
         max_images: number of audited images, a random choice by the seed; None audits all.

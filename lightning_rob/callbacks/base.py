@@ -165,6 +165,19 @@ class EvaluationCallback(Callback, ABC):
                 found[next(key for key in numbered if key not in {*taken, *self.given})] = attack
         self.attacks = found
 
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Add advice to Lightning's refusal of a module without a step, which precedes `setup`."""
+        step = "test_step" if trainer.state.fn == "test" else "validation_step"
+        refused = isinstance(exception, MisconfigurationException)
+        refused = refused and f"No `{step}()` method defined" in str(exception)
+        if refused and not getattr(exception, "__notes__", None):
+            exception.add_note(
+                f"Give {type(pl_module).__name__} a {step}, which may be empty (`pass`), or call "
+                'evaluate(module, "pgd", loader, eps=8/255) of lightning_rob without a Trainer.'
+            )
+
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.images, self.progress = (), None
         if not any(callback.due(trainer) for callback in self.evaluated_for(trainer)):

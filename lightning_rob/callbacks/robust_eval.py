@@ -44,6 +44,10 @@ from lightning_rob.runtime.identity import attack_spec, cache_key, fingerprint
 from lightning_rob.tables import CLEAN, print_table
 from lightning_rob.threat import Length, Norm
 
+NO_POSITIONS = (
+    "train_images needs images with positions, for training and for validation: give DataLoaders "
+    "over data sets with a length, or leave it out"
+)
 LONGEST_NAME = 80  # of a file, in letters, before it says how many more attacks there are
 
 
@@ -164,6 +168,11 @@ class RobustEval(EvaluationCallback):
                 soft_wrap=True,
             )
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse `train_images` of a stream before a step is taken; here loaders are known."""
+        if self.train_images:
+            _labelled_data(trainer)
+
     def evaluated_for(self, trainer: Trainer) -> Sequence["RobustEval"]:
         """Return all callbacks of this kind on this data loader if this is the first of them."""
         peers = self.peers(trainer)
@@ -280,15 +289,20 @@ class RobustEval(EvaluationCallback):
             print_table(" · ".join(title), self.results, console_of(trainer))
 
 
+def _labelled_data(trainer: Trainer) -> Any:
+    """Return the data set of training images; ValueError if it has no length."""
+    data: Any = labelled_images(trainer) or getattr(trainer.train_dataloader, "dataset", None)
+    if not hasattr(data, "__len__"):
+        raise ValueError(NO_POSITIONS)
+    return data
+
+
 def training_images(like: Images) -> Images:
     """Return as many training images as a validation has, a random choice by its seed."""
     served: Any = like.trainer.train_dataloader
-    data: Any = labelled_images(like.trainer) or getattr(served, "dataset", None)
-    if like.positions is None or not hasattr(data, "__len__"):
-        raise ValueError(
-            "train_images needs images with positions, for training and for validation: give "
-            "DataLoaders over data sets with a length, or leave it out"
-        )
+    data = _labelled_data(like.trainer)
+    if like.positions is None:
+        raise ValueError(NO_POSITIONS)
     chosen = choose(len(data), len(like.positions), like.settings.seed)
     loader = DataLoader(
         Subset(data, chosen.tolist()), like.loader.batch_size, collate_fn=served.collate_fn

@@ -242,7 +242,7 @@ class RobustCLI(LightningCLI):
 
     def _describe(self, error: Exception) -> str:
         if not isinstance(error, OSError) or error.errno not in UNWRITABLE:
-            return str(error)
+            return " ".join([str(error), *getattr(error, "__notes__", ())])
         loggers = getattr(getattr(self, "trainer", None), "loggers", ())
         folders = (getattr(logger, "log_dir", None) for logger in loggers)
         place = error.filename or next(filter(None, folders), "the run's folder")

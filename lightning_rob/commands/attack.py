@@ -23,7 +23,7 @@ class AttackConfig(RadiusConfig):
 
     Args:
         eps: radius in pixel units, images span [0, 1]; else that of the training
-        norm: linf or l2; else that of the training
+        norm: linf, l2 or l1; else that of the training
         images: N test images, a random choice
         passes: forward and backward passes of an image, at most
         seed: of all noise, and of the choice of images

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from lightning_rob.commands.base import Run
     from lightning_rob.threat import Threat
 
-DEFAULTS = {"linf": 8 / 255, "l2": 128 / 255}  # radius by norm
+DEFAULTS = {"linf": 8 / 255, "l2": 128 / 255, "l1": 12.0}  # radius by norm, those of CIFAR-10
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class RadiusConfig(CommandConfig):
     norm: str | None = None
 
     def __post_init__(self) -> None:
-        if self.norm not in ("linf", "l2", None):
-            raise ValueError(f"--norm must be linf or l2, got {self.norm}")
+        if self.norm not in (*DEFAULTS, None):
+            raise ValueError(f"--norm must be linf, l2 or l1, got {self.norm}")
         if self.eps is not None and not self.eps > 0:
             raise ValueError(f"--eps must be above 0, got {self.eps:g}")
         self.check_radius(self.norm)
@@ -51,7 +51,7 @@ class AuditConfig(RadiusConfig):
 
     Args:
         eps: radius in pixel units, images span [0, 1]; else that of the training
-        norm: linf or l2; else that of the training
+        norm: linf, l2 or l1; else that of the training
         images: N test images, a random choice
         steps: of the default PGD; other attacks take a multiple
         queries: of the black-box Square Attack, per image

@@ -2,12 +2,15 @@
 
 import json
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from lightning_rob.defenses import Ensemble
 from lightning_rob.nets.hub import CONFIG, ENTRY, WEIGHTS
+from lightning_rob.nets.hugging_face import TransformersNet, is_classifier
 from lightning_rob.nets.weights import read_file
 from lightning_rob.recipes.safe_yaml import load
 from lightning_rob.runtime.errors import InputError
@@ -40,22 +43,32 @@ def _read_folder(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder} is a folder without {CONFIG}: name a checkpoint") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{folder / CONFIG} is no JSON: {error}") from error
+    if is_classifier(folder):
+        return _of_transformers(folder)
     entry = config.get(ENTRY) if isinstance(config, dict) else None
     if not (
         isinstance(entry, dict)
         and entry.keys() >= {"model", "checkpoint"}
         and isinstance(entry["checkpoint"], dict)
     ):
-        hint = "a network of timm is lightning_rob.nets.ZooNet('hf-hub:org/name')"
-        if isinstance(config, dict) and "architectures" in config:
-            hint = f"in Python lightning_rob.load({str(folder)!r}) reads a network of transformers"
         raise ValueError(
-            f"{folder} is not of lightning-rob export: its {CONFIG} has no {ENTRY!r}; {hint}"
+            f"{folder} is not of lightning-rob export: its {CONFIG} has no {ENTRY!r}; a network of "
+            "timm is lightning_rob.nets.ZooNet('hf-hub:org/name')"
         )
     tensors = read_file(folder / WEIGHTS)
     state = {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{SAVED}.")}
     saved = {key: _with_tensors(part, tensors) for key, part in entry["checkpoint"].items()}
     return saved | {"state_dict": state, RECIPE: yaml.safe_dump({"model": entry["model"]})}
+
+
+def _of_transformers(folder: Path) -> dict[str, Any]:
+    """Return an image classifier of transformers as the checkpoint of a trained network."""
+    names = ("lightning_rob.nets.TransformersNet", "lightning_rob.modules.PretrainedEnsemble")
+    net = {"class_path": names[0], "init_args": {"folder": str(folder)}}
+    model = {"class_path": names[1], "init_args": {"nets": [net]}}
+    state = {f"defense.{k}": v for k, v in Ensemble([TransformersNet(folder)]).state_dict().items()}
+    written_by = {"pytorch-lightning_version": version("lightning")}
+    return {**written_by, "state_dict": state, RECIPE: yaml.safe_dump({"model": model})}
 
 
 def _with_tensors(tree: Any, tensors: Mapping[str, Any]) -> Any:

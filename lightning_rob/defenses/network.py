@@ -29,7 +29,14 @@ def network_logits(net: nn.Module, x: Tensor) -> Tensor:
     given = x if isinstance(net, Preprocessed) else x.to(_dtype(net, x.dtype))
     counted = not (torch.compiler.is_compiling() or given.is_inference())
     version = given._version if counted else 0  # torch's number of changes in place
-    logits = logits_in(net(given))
+    try:
+        logits = logits_in(net(given))
+    except AssertionError as error:  # so timm and torchvision refuse images of another size
+        size = "x".join(map(str, x.shape[1:]))
+        raise ValueError(
+            f"{type(net).__name__} refuses images of {size}: {str(error).rstrip('.!')}; a resize "
+            "as the first layer of the network, or as preprocess=, gives them that size"
+        ) from error
     if counted and given._version != version:
         raise ValueError(CHANGES_INPUT)
     tensor = isinstance(logits, Tensor)

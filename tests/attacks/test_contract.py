@@ -115,6 +115,7 @@ ENTRIES = {
     "arc-l2": (ARC(L2, 3, 0.4, neighbours=1, random_start=True, early_stop=True), "ensemble"),
     "climb": (LatticeClimber(LINF, 4, LINF.eps / 4), "ensemble"),
     "climb-l2": (LatticeClimber(L2, 8, 0.2), "ensemble"),
+    "climb-l1": (LatticeClimber(L1, 8, 1.0), "ensemble"),
     "cw": (CW(L2, 20, 0.05, binary_steps=3, initial_const=0.1), "ensemble"),
     "cw-random": (CW(L2, 20, 0.05, binary_steps=3, initial_const=0.1, draws=2), "random"),
     "deepfool": (DeepFool(LINF), "ensemble"),
@@ -172,6 +173,7 @@ OTHERS = {
     "double-precision": (DoublePrecision(STEPS), "ensemble"),
     "auto": (Auto(LINF, 60), "ensemble"),
     "auto-search": (Auto(LINF, 900), "ensemble"),
+    "auto-l1": (Auto(L1, 900), "ensemble"),
     "auto-transformed": (Auto(LINF, 60), "transformed"),
 }
 
@@ -192,7 +194,7 @@ def entries(*names, where=lambda attack: True):
 
 # each has a loop of its own
 FAMILIES = ("pgd", "apgd", "arc", "climb", "cw", "deepfool", "fab", "pdgd", "square")
-IN_L1 = ("apgd-l1", "fab-l1", "square-l1", "pgd-l1")
+IN_L1 = ("apgd-l1", "fab-l1", "square-l1", "pgd-l1", "climb-l1")
 IN_L2 = ("apgd-l2", "fab-l2", "square-l2", "deepfool-l2", "arc-l2", "pgd-l2")
 OWN_CHECKS = (*FAMILIES, "minimal-norm", "autoattack", "reference", "targeted", "high-confidence")
 
@@ -718,6 +720,19 @@ def test_counts_lengths_and_norms_are_checked_as_an_attack_is_built(name):
         norms = f"{type(attack).__name__} is for (linf and )?l2( and l1)?"
         with pytest.raises(ValueError, match=f"{norms}, not for norm 3"):
             replace(attack, threat=Threat(3))
+
+
+def test_attacks_that_cannot_do_l1_name_those_that_can():
+    """The classes that this list has in l1, and AutoAttack."""
+    able = {type(attack) for attack, _ in (ENTRIES | OTHERS).values() if attack.threat == L1}
+    able = {cls.__name__ for cls in able | {AutoAttack}} - {"MinimalNorm"}
+    for build in (ARC, CW, DDN, DeepFool, PDGD):
+        given = {"steps": 3} if build in (ARC, CW) else {}
+        given |= {"step_size": 0.1} if build is CW else {}
+        with pytest.raises(ValueError, match=r"not for norm l1: for l1 take ") as error:
+            build(L1, **given)
+        named = re.findall(r"\w+", str(error.value).partition(" take ")[2])
+        assert set(named) - {"or"} == able
 
 
 @pytest.mark.parametrize(

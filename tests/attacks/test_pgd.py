@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lightning_rob
-from lightning_rob.attacks import APGD, PGD, Chunked, Targeted
+from lightning_rob.attacks import APGD, PGD, Auto, Chunked, LatticeClimber, Targeted
 from lightning_rob.defenses import Ensemble, Mixture, RandomTransforms, Single
 from lightning_rob.modules import BAT
 from lightning_rob.objectives import ce_of_mean_logits, expected_ce, linear, worst_ce
@@ -358,13 +358,22 @@ def test_l1_attacks_reach_the_optimum_of_a_linear_network():
     with torch.no_grad():
         net[1].weight.copy_(torch.stack([torch.zeros_like(w), w]))
         net[1].bias.copy_(torch.tensor([1e3, 0.0]))  # no image is ever misclassified
-    x = torch.rand(10, 1, 28, 28, generator=torch.Generator().manual_seed(1)).round(decimals=1)
-    y, threat, order = torch.zeros(10).long(), Threat("l1", 12), w.abs().argsort(descending=True)
+    x = torch.rand(40, 1, 28, 28, generator=torch.Generator().manual_seed(1)).round(decimals=1)
+    y, threat, order = torch.zeros(40).long(), Threat("l1", 12), w.abs().argsort(descending=True)
     room = torch.where(w > 0, 1 - x.flatten(1), x.flatten(1))[:, order]
     spent = torch.minimum(room, (12 - room.cumsum(1) + room).clamp_min(0))
     best = (spent * w.abs()[order]).sum(1)
-    for attack, least in ((PGD(threat, 20, 3.0), 0.85), (APGD(threat), 0.99)):
+    for attack, least in ((PGD(threat, 20, 3.0), 0.85), (APGD(threat), 0.98)):
         x_adv = attack(Single(net), x, y, torch.Generator().manual_seed(2))
         assert_inside(Threat("l1", 12 + 1e-5), x_adv, x)
         reached = ((x_adv - x).flatten(1) * w).sum(1) / best
         assert least < reached.min() and reached.max() < 1 + 1e-5
+    # A bias by which some images can be misclassified in the ball, and others cannot.
+    net[1].bias.data[0] = (x.flatten(1) @ w + best).median()
+    room = best / (net[1].bias[0] - x.flatten(1) @ w).detach()
+    for attack in (Auto(threat), LatticeClimber(threat, 400), APGD(threat)):
+        x_adv = attack(Single(net), x, y, torch.Generator().manual_seed(2))
+        assert_inside(Threat("l1", 12 + 1e-5), x_adv, x)
+        fooled, sure = net(x_adv).argmax(1) == 1, (room - 1).abs() > 0.02
+        assert torch.equal(fooled[sure], room[sure] > 1)
+        assert 10 < fooled.sum() < 30 < sure.sum()

@@ -56,6 +56,26 @@ class Classifier(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
+class WithoutSteps(Classifier):
+    validation_step = LightningModule.validation_step
+    test_step = LightningModule.test_step
+
+
+@pytest.mark.parametrize("step", ["test", "validate"])
+def test_a_module_without_the_step_gets_advice(step):
+    """Lightning refuses it before `setup`; an error of another cause gets none."""
+    loader = DataLoader(DATA, 20)
+    name = {"test": "test_step", "validate": "validation_step"}[step]
+    with pytest.raises(MisconfigurationException, match=name) as error:
+        getattr(trainer(RobustEval(ATTACKS), RobustEval(ATTACKS)), step)(WithoutSteps(), loader)
+    (note,) = error.value.__notes__
+    assert f"Give WithoutSteps a {name}" in note
+    assert "evaluate(module, " in note
+    with pytest.raises(MisconfigurationException) as error:
+        getattr(trainer(RobustEval(ATTACKS), barebones=True), step)(Classifier(), loader)
+    assert not hasattr(error.value, "__notes__")
+
+
 class Dictionaries(Dataset):
     """The same images, normalized, in dictionaries."""
 

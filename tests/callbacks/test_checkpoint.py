@@ -196,3 +196,4 @@ def test_training_images_of_a_stream_are_refused(tmp_path):
             DataLoader(Stream(), 4, num_workers=0),
             DataLoader(images, 16),
         )
+    assert trainer.global_step == 0

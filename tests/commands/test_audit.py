@@ -89,7 +89,9 @@ def test_the_radius_is_that_of_the_training():
         ({}, Threat("linf", 0.1), Threat("linf", 0.1)),
         ({}, Threat("l2", 1.0), Threat("l2", 1.0)),
         ({}, None, Threat("linf", 8 / 255)),
-        ({}, Threat(1, 2.0), Threat("linf", 8 / 255)),  # the audit has no attacks for it
+        ({}, Threat(3, 2.0), Threat("linf", 8 / 255)),  # the audit has no attacks for it
+        ({}, Threat("l1", 5.0), Threat("l1", 5.0)),
+        ({"norm": "l1"}, Threat("linf", 0.1), Threat("l1", 12.0)),
         ({}, Threat("l2", 0.3, relative=True), Threat("linf", 8 / 255)),
         ({"norm": "l2"}, Threat("linf", 0.1), Threat("l2", 128 / 255)),
         ({"eps": 0.7}, Threat("l2", 1.0), Threat("l2", 0.7)),
@@ -105,7 +107,7 @@ def test_options_without_a_meaning():
         ({"eps": 0.0}, "--eps must be above 0, got 0"),
         ({"eps": 8.0, "norm": "linf"}, "--eps 8 holds every image, .* did you mean 8/255"),
         ({"eps": 8.0}, "--eps 8 holds every image"),  # of the training's norm
-        ({"norm": "l1"}, "--norm must be linf or l2, got l1"),
+        ({"norm": "3"}, "--norm must be linf, l2 or l1, got 3"),
         ({"images": 0}, "images must be at least 1, got 0"),
         ({"seed": -1}, "seed must be at least 0, got -1"),
     ):

@@ -104,6 +104,12 @@ def test_a_fall_by_exactly_the_limit_counts_for_float32_scores():
     assert not found.is_worse(0.2001)
 
 
+def test_a_limit_of_0_is_any_significant_fall(tmp_path):
+    assert gate(tmp_path, "1" * 40, "0" * 8 + "1" * 32, "--fail-if-worse=0") == 1
+    assert gate(tmp_path, "1" * 40, "0" * 2 + "1" * 38, "--fail-if-worse=0") == 0
+    assert gate(tmp_path, "0" * 8 + "1" * 32, "1" * 40, "--fail-if-worse=0") == 0
+
+
 def test_the_gate_refuses_what_means_something_else(tmp_path, capsys):
     assert gate(tmp_path, "1" * 9, "0" * 9, "--fail-if-worse=0.1") == 2
     assert "needs 10 images" in capsys.readouterr().err

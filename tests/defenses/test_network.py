@@ -1,5 +1,6 @@
 """Networks of other people: what they return, in which precision, and in which wrapper."""
 
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -155,6 +156,23 @@ def test_a_compiled_network_is_not_compiled_again_for_each_number_of_images():
             attack(Single(net), x[:n], y[:n])
     assert len(sizes) > 5
     assert len(compilations) <= 3
+
+
+def test_images_of_another_size_than_the_network_wants():
+    """Of torchvision and timm, which only assert."""
+    from torchvision.models import VisionTransformer
+
+    small = {"num_layers": 1, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 16, "num_classes": 4}
+    nets = {"Expected 32 but got 48": VisionTransformer(32, 8, **small)}
+    if find_spec("timm"):
+        import timm
+
+        small = {"embed_dim": 16, "depth": 1, "num_heads": 2, "num_classes": 4}
+        net = timm.models.VisionTransformer(img_size=32, patch_size=8, **small)
+        nets[r"\(48\) doesn't match model \(32\)"] = net
+    for message, net in nets.items():
+        with pytest.raises(ValueError, match=f"refuses images of 3x48x48: .*{message}; a resize"):
+            Single(net.eval())(torch.rand(2, 3, 48, 48))
 
 
 def test_a_classifier_of_hugging_face():

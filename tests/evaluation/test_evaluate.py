@@ -124,12 +124,12 @@ def test_one_word_for_attacks():
     whole = evaluate(net(), "suite", images, max_images=4, **options)
     assert {attack.threat for attack in whole.attacks.values()} == {Threat("linf", "8/255")}
     sparse = {"norm": "l1", "eps": 50.0, "max_images": 4, "progress": False}  # fooled at once
-    for word in ("pgd", "autoattack"):
-        found = evaluate(net(), word, images, **sparse)
-        assert str(found.attacks[word].threat) == "l1 50"
-    for word in ("suite", "auto", "climb"):
-        with pytest.raises(ValueError, match=r"the suite needs linf or l2 and .* got l1 50"):
-            evaluate(net(), word, images, **sparse)
+    for word in ("pgd", "autoattack", "auto", "suite", "square", "climb"):
+        found = evaluate(ensemble if word == "climb" else net(), word, images, **sparse)
+        assert {str(attack.threat) for attack in found.attacks.values()} == {"l1 50"}
+        assert found.accuracy("worst" if word == "suite" else word) == 0
+    with pytest.raises(ValueError, match=r"the suite needs linf, l2 or l1 and .* got 3 50"):
+        evaluate(net(), "auto", images, **sparse | {"norm": 3})
     for attacks, eps, message in (
         ("pdg", 0.1, "a mapping or one of suite, auto, autoattack, pgd, .*square.*; got 'pdg'"),
         ("climb", 0.1, "got 'climb'"),  # of a randomized ensemble

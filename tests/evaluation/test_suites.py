@@ -45,8 +45,9 @@ def test_the_suite_fits_the_defense():
         suite = suite_for(defense, THREAT)
         assert (suite_kind(defense), suite.kind, suite.adaptive) == (kind, kind, names)
         assert (ROOT / suite.recipe).exists()
-    for threat in (Threat(1), Threat("l2", 0.3, relative=True), Threat(eps=0)):
-        with pytest.raises(ValueError, match="the suite needs linf or l2 and eps > 0"):
+    assert suite_for(kinds["randomized"][0], Threat("l1", 3.0)).adaptive == ("climb",)
+    for threat in (Threat(3), Threat("l2", 0.3, relative=True), Threat(eps=0)):
+        with pytest.raises(ValueError, match="the suite needs linf, l2 or l1 and eps > 0"):
             suite_for(Single(TinyNet()), threat)
 
 

@@ -2,15 +2,20 @@
 
 import json
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
 from torchvision.transforms.functional import resize
 
 import lightning_rob
 from lightning_rob import PGD, Threat, evaluate
 from lightning_rob.nets import TransformersNet, ZooNet
 from lightning_rob.runtime.errors import InputError
+from tests.tiny import blobs, fit_all, run
 
 MEAN, STD = [0.5, 0.4, 0.3], [0.2, 0.3, 0.4]
 PROCESSOR = {
@@ -123,6 +128,57 @@ def test_without_transformers_the_extra_is_named(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     with pytest.raises(ImportError, match=r'pip install "lightning-rob\[hub\]"'):
         lightning_rob.load(tmp_path)
+
+
+class Classifier(nn.Linear):
+    """As one of transformers: its output is an object with logits."""
+
+    def __init__(self):
+        super().__init__(192, 4)
+        self.config = SimpleNamespace(num_channels=3)
+
+    def forward(self, pixel_values):
+        return SimpleNamespace(logits=super().forward(pixel_values.flatten(1)))
+
+
+class Rescaling:
+    """As a processor of transformers: 0 to 255 becomes 0 to 1."""
+
+    def __call__(self, images, **_):
+        return {"pixel_values": images / 255}
+
+    def to_dict(self):
+        return {"rescale_factor": 1 / 255}
+
+
+def test_the_command_line_takes_the_folder(tmp_path, monkeypatch, capsys):
+    """With classes in the place of those of transformers, so that it need not be there."""
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    x, y = blobs(train=False)
+    net = fit_all(nn.Sequential(nn.Flatten(), nn.Linear(192, 4)), *blobs(), 30)
+    save_file(net[1].state_dict(), folder / "model.safetensors")
+
+    def read(place, **_):
+        assert Path(place) == folder
+        found = Classifier()
+        found.load_state_dict(load_file(folder / "model.safetensors"))
+        return found
+
+    fake = SimpleNamespace(
+        AutoImageProcessor=SimpleNamespace(from_pretrained=lambda *_, **__: Rescaling()),
+        AutoModelForImageClassification=SimpleNamespace(from_pretrained=read),
+    )
+    monkeypatch.setitem(sys.modules, "transformers", fake)
+    monkeypatch.chdir(tmp_path)
+    run("attack", folder, "--data=tests.tiny.Blobs", "--eps=0.1", "--images=33", "--passes=50")
+    (record,) = tmp_path.rglob("robust.jsonl")
+    found = {row["name"]: row for row in map(json.loads, record.read_text().splitlines())}
+    clean = float((net(x).argmax(1) == y).float().mean())
+    assert found["clean"]["accuracy"] == pytest.approx(clean)
+    assert found["auto"]["accuracy"] < clean
+    assert "Radius: linf 0.1, as --eps says" in capsys.readouterr().out
 
 
 def test_other_folders_are_not_taken_for_one(tmp_path):

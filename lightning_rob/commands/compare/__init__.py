@@ -25,7 +25,8 @@ class CompareConfig(CommandConfig):
         records: one or two CSV files
         pairs: of two records: attacks of the first with those of the second, A=B,C=D; worst=worst
             compares the worst of all attacks only
-        fail_if_worse: exit code 1 if a row fell by this share or more, with p < 0.05
+        fail_if_worse: exit code 1 if a row fell by this share or more, with p < 0.05;
+            0 is any such fall
         markdown: write the table to FILE.md
     """
 
@@ -49,8 +50,8 @@ class CompareConfig(CommandConfig):
                 f"--pairs is NAME=NAME, several separated by commas, got {self.pairs!r}"
             )
         limit = self.fail_if_worse
-        if limit is not None and not 0 < limit < 1:
-            raise ValueError(f"--fail_if_worse is a share in (0, 1), such as 0.02, got {limit:g}")
+        if limit is not None and not 0 <= limit < 1:
+            raise ValueError(f"--fail_if_worse is a share in [0, 1), such as 0.02, got {limit:g}")
         if limit is not None and len(self.records) == 1:
             raise ValueError("--fail_if_worse is for two records, OLD and NEW, got one")
 

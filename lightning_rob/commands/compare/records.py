@@ -73,7 +73,8 @@ def run(config: CompareConfig) -> None:
     print_comparison(" and ".join(str(path) for path in config.records), found)
     for line in differing:
         Console().print(visible(line), style="yellow", markup=False)
-    worse = [c for c in found if config.fail_if_worse and c.is_worse(config.fail_if_worse)]
+    limit = config.fail_if_worse
+    worse = [c for c in found if limit is not None and c.is_worse(limit)]
     if config.markdown:
         atomic_write_text(config.markdown, markdown(found, worse, differing))
     for comparison in worse:
