@@ -173,7 +173,7 @@ def finding_of(powers: Mapping[str, Power]) -> Finding:
         unknown = [name for name, one in powers.items() if one.passed is None]
         passed = f"{len(powers) - len(unknown)} of {len(powers)} tested attacks find 95 % or more"
         text = f"{passed} of the adversarial images that exist by construction"
-        text += f"; of {', '.join(unknown)} it is not known" if unknown else ""
+        text += f"; unknown for {', '.join(unknown)}" if unknown else ""
         return Finding("note" if unknown else "fine", f"{text}.", "", values)
     # A good attack may miss 95 % by luck.
     tests = [part for one in failed.values() for part in (one, one.inverted) if part]
