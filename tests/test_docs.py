@@ -16,7 +16,7 @@ import pytest
 
 import lightning_rob
 from lightning_rob.cli import main
-from lightning_rob.evaluation.suites import RECIPES
+from lightning_rob.evaluation.suites import PLUG_INS
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("docs", ".github")
@@ -47,9 +47,9 @@ def test_links_lead_somewhere():
 
 def test_every_kind_of_defense_has_its_plug_in_on_the_page():
     table = PAGES["which_attack.md"].read_text()
-    for plug_in in RECIPES.values():
+    for plug_in in PLUG_INS.values():
         assert f"`{Path(plug_in).stem}`" in table
-    for kind in RECIPES:
+    for kind in PLUG_INS:
         assert f"| `{kind}` |" in table
 
 

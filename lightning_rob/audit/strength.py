@@ -141,7 +141,7 @@ def adaptive(target: AuditTarget, columns: Columns) -> Finding:
     values["gap"] = values["default"] - values["adaptive"]
     values["attacks"] = means(**{name: columns[name] for name in suite.adaptive})
     text = f"The default attack leaves {percent(default)}, those for its kind {percent(best)}."
-    recipe = f"--trainer.callbacks+={suite.recipe}"
+    recipe = f"--trainer.callbacks+={suite.plug_in}"
     if lacking:
         advice = f"Add {recipe}, and report what it leaves."
         return Finding("severe" if gain else "warning", f"{lacking} {text}", advice, values)

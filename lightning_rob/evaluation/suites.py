@@ -1,6 +1,7 @@
 """Which attacks each kind of defense calls for."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from lightning_rob.attacks import (
@@ -40,7 +41,7 @@ from lightning_rob.rules import random_member
 from lightning_rob.threat import Threat
 
 DISSIMILARITY = 0.3  # the bound on PAA of Liao et al. (2020)
-RECIPES: dict[SuiteKind, str] = {
+PLUG_INS: dict[SuiteKind, str] = {
     "single": "callbacks/autoattack.yaml",
     "ensemble": "callbacks/adaptive_pgd_logits.yaml",
     "randomized": "callbacks/climb.yaml",
@@ -49,28 +50,30 @@ RECIPES: dict[SuiteKind, str] = {
     "transductive": "callbacks/gmsa_avg.yaml",
 }
 
+WORDS: dict[str, Callable[[Threat], Attack]] = {  # of `evaluate`, for any defense
+    # In l1 most starts of a run miss an image that another one fools.
+    "auto": lambda threat: Auto(threat, 2000 if threat.p == 1 else 1000),
+    "autoattack": AutoAttack,
+    "pgd": lambda threat: PGD(threat, 20, step_across(threat.eps, 20, 4)),
+}
+
 
 def plug_in_for(defense: Defense) -> str:
     """Return the plug-in of the attacks that are made for a defense."""
     kind = suite_kind(defense)
     if kind == "random" and not random_transforms_in(defense):
         return "callbacks/eot.yaml"  # the other one looks for random transforms
-    return RECIPES[kind]
+    return PLUG_INS[kind]
 
 
 def attacks_by_name(name: str, defense: Defense, threat: Threat) -> dict[str, Attack]:
     """Return the attacks that one word stands for: suite, or one of that suite or beside it."""
-    if name == "auto":
-        # In l1 most starts of a run miss an image that another one fools.
-        return {name: Auto(threat, 2000 if threat.p == 1 else 1000)}
-    if name == "autoattack":
-        return {name: AutoAttack(threat)}
-    if name == "pgd":
-        return {name: PGD(threat, 20, step_across(threat.eps, 20, 4))}
+    if name in WORDS:
+        return {name: WORDS[name](threat)}
     # The audit alone takes balls of another size, within which "worst" means nothing.
     suite = {n: a for n, a in suite_for(defense, threat).attacks.items() if a.threat == threat}
     if name not in ("suite", *suite):
-        words = ", ".join(dict.fromkeys(("suite", "auto", "autoattack", "pgd", *suite)))
+        words = ", ".join(dict.fromkeys(("suite", *WORDS, *suite)))
         raise ValueError(f"attacks must be a mapping or one of {words}; got {name!r}")
     return suite if name == "suite" else {name: suite[name]}
 
@@ -118,9 +121,9 @@ class AttackSuite:
     averaged: Attack | None = None  # the default over draws (EoT); None where PGD does not apply
 
     @property
-    def recipe(self) -> str:
+    def plug_in(self) -> str:
         """The plug-in that runs the adaptive attacks, for advice."""
-        return RECIPES[self.kind]
+        return PLUG_INS[self.kind]
 
     def within(self, threat: Threat) -> list[str]:
         """Return the names of the attacks of this threat, over which the worst case is taken."""

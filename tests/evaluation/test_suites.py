@@ -44,7 +44,7 @@ def test_the_suite_fits_the_defense():
     for kind, (defense, names) in kinds.items():
         suite = suite_for(defense, THREAT)
         assert (suite_kind(defense), suite.kind, suite.adaptive) == (kind, kind, names)
-        assert (ROOT / suite.recipe).exists()
+        assert (ROOT / suite.plug_in).exists()
     assert suite_for(kinds["randomized"][0], Threat("l1", 3.0)).adaptive == ("climb",)
     for threat in (Threat(3), Threat("l2", 0.3, relative=True), Threat(eps=0)):
         with pytest.raises(ValueError, match="the suite needs linf, l2 or l1 and eps > 0"):
