@@ -64,9 +64,9 @@ def suite_kind(defense: Defense) -> SuiteKind:
 class Auto(Attack):
     """Attack a defense by what it calls for, found within a number of passes.
 
-    The attacks for its kind come first, with a part of the passes. Then a forward pass of a few
-    images shows what hides gradients: operations without a slope, cut graphs, values before the
-    output that stand for logits, noise, slopes that say little. On up to 24 images that still
+    A forward pass of a few images shows what hides gradients: operations without a slope, cut
+    graphs, values before the output that stand for logits, noise, slopes that say little. The
+    attacks for the kind of defense get a part of the passes. On up to 24 images that still
     stand, candidates get equal passes: each combination of slopes and objectives that these
     findings call for (`SurrogateGradient`); the best ones go on with other objectives and with
     gradients averaged over noisy copies (successive halving). The winners attack all images that

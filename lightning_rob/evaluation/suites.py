@@ -54,7 +54,6 @@ WORDS: dict[str, Callable[[Threat], Attack]] = {  # of `evaluate`, for any defen
     # In l1 most starts of a run miss an image that another one fools.
     "auto": lambda threat: Auto(threat, 2000 if threat.p == 1 else 1000),
     "autoattack": AutoAttack,
-    "pgd": lambda threat: PGD(threat, 20, step_across(threat.eps, 20, 4)),
 }
 
 

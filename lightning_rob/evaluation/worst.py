@@ -29,7 +29,7 @@ class Worst:
     """Scores under the strongest attack."""
 
     index: Tensor  # [n] the images' indices, rising
-    scores: Tensor  # [n, R] in [0, 1]; columns are independent draws where there are several
+    scores: Tensor  # [n, C] in [0, 1]; C is 1, 2 halves that judge each other, or private draws
     choice: str  # the way in which the attack was chosen
     private_draws: bool = False  # whether the columns are defenders that adapted
     partial: bool = False  # whether some attacks have more images
@@ -57,6 +57,7 @@ def worst_case(
     Args:
         tables: indices [N], rising, and scores [N, A, R] in R inferences of A columns: each attack,
             and clean images, for an attacker may leave an image as it is.
+        random: whether predictions vary, so that a minimum of their scores would be too low.
         joint: whether predictions depend on the whole batch (transductive defenses).
 
     Returns:

@@ -131,7 +131,7 @@ def test_one_word_for_attacks():
     with pytest.raises(ValueError, match=r"the suite needs linf, l2 or l1 and .* got 3 50"):
         evaluate(net(), "auto", images, **sparse | {"norm": 3})
     for attacks, eps, message in (
-        ("pdg", 0.1, "a mapping or one of suite, auto, autoattack, pgd, .*square.*; got 'pdg'"),
+        ("pdg", 0.1, "a mapping or one of suite, auto, autoattack, .*pgd, .*square.*; got 'pdg'"),
         ("climb", 0.1, "got 'climb'"),  # of a randomized ensemble
         ("pgd", None, "attacks given by one word need eps, such as eps=8/255"),
         (named, 0.1, "attacks given by one word need eps"),
