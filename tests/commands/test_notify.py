@@ -134,7 +134,11 @@ def test_many_that_wait_for_one_that_hangs_cost_one_time_out(history, monkeypatc
         notifier.deliver()
         assert len(hanging.statuses) == 999  # it has heard of the first alone
         assert notifier.waiting == {hanging.url: 8}
+        assert notifier.pauses[hanging.url] > 1.7  # it costs a tenth of the time
         hanging.go.set()
+        hanging.statuses.clear()
+        notifier.close(10)  # at the end it is asked at once
+        assert notifier.waiting == {hanging.url: 0}
         hanging.shutdown()
 
 

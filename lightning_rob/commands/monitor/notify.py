@@ -61,7 +61,7 @@ class Outbox:
         for name, send in self.senders.items():
             if time.monotonic() < self.due[name]:
                 continue
-            reason = ""
+            reason, silence = "", 0.0
             for group in self._undelivered(name):
                 note, began = group[-1]["notify"], time.monotonic()
                 if reason and note["kind"] == "recovery":
@@ -71,8 +71,9 @@ class Outbox:
                 except Exception as error:  # nothing that a receiver does may end the monitor
                     # The text of an error of a package may have the URL.
                     reason = str(error) if isinstance(error, Undelivered) else type(error).__name__
-                    if time.monotonic() - began > SLOW:
-                        break  # each of the others would make the evaluations wait as long
+                    if (spent := time.monotonic() - began) > SLOW:
+                        silence = spent  # each of the others would delay the evaluations as long
+                        break
                 else:
                     line = {"event": "notified", "id": note["id"], "to": name}
                     self.history.append(line | {"date": timestamp()})
@@ -80,16 +81,21 @@ class Outbox:
                 state = f"failed ({reason}); trying again" if reason else "accepts them again"
                 warn(f"notifications: {name} {state}")
             first, longest = PAUSES
-            self.pauses[name] = min(2 * self.pauses[name] or first, longest) if reason else 0.0
+            # Evaluations wait for a silent one at most a tenth of the time.
+            pause = max(2 * self.pauses[name] or first, 9 * silence)
+            self.pauses[name] = min(pause, longest) if reason else 0.0
             self.due[name] = time.monotonic() + self.pauses[name]
 
     def close(self, patience: float) -> None:
         """Try for `patience` seconds to deliver what waits, and report what is left."""
         end = time.monotonic() + patience
+        self.due = dict.fromkeys(self.senders, 0.0)  # a silent one may be back
         while any(map(self.waiting.get, self.senders)) and time.monotonic() < end:
             self.deliver()
             due = [self.due[name] for name, pause in self.pauses.items() if pause]
-            time.sleep(max(0.0, min([*due, end]) - time.monotonic()) if due else 0.0)
+            if due and min(due) > end:
+                break
+            time.sleep(max(0.0, min(due) - time.monotonic()) if due else 0.0)
         for name, count in self.waiting.items():
             rest = ", which --notify no longer names"
             if name in self.senders:
