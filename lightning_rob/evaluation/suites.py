@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 from lightning_rob.attacks import (
+    APGD,
     ARC,
     GMSA,
     PAA,
@@ -18,6 +19,7 @@ from lightning_rob.attacks import (
     SurrogateTransforms,
     TransferFromStatic,
 )
+from lightning_rob.attacks.apgd import SHORT
 from lightning_rob.attacks.auto import (
     AGGMO,
     DRAWS,
@@ -161,6 +163,9 @@ def suite_for(
     }
     attacks: dict[str, Attack] = {"noise": RandomCorners(threat)}
     attacks |= {name: _on_differentiable(defense, one) for name, one in variants.items()}
+    if threat.p == 1 and pgd.backward is None:  # where one start of PGD is weaker than Square
+        runs = APGD(threat, SHORT, objective, restarts=10)
+        attacks["apgd"] = _on_differentiable(defense, runs)
     attacks["square"] = Square(threat, queries)
     adaptive = _adaptive_attacks(defense, kind, pgd)
     averaged = None if kind == "transformed" else replace(pgd, draws=DRAWS)
