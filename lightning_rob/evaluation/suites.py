@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from lightning_rob.attacks import (
+    APGD,
     ARC,
     GMSA,
     PAA,
@@ -19,6 +20,7 @@ from lightning_rob.attacks import (
     SurrogateTransforms,
     TransferFromStatic,
 )
+from lightning_rob.attacks.apgd import SHORT
 from lightning_rob.attacks.auto import (
     AGGMO,
     DRAWS,
@@ -95,6 +97,8 @@ def default_attacks(defense: Defense, threat: Threat) -> dict[str, Attack]:
         "adaptive_pgd_logits": replace(pgd, objective=ce_of_mean_logits),
         "adaptive_pgd_restarts": replace(pgd, restarts=5, random_start=True),
     }
+    if threat.p == 1:  # where PGD is weak
+        attacks["apgd"] = APGD(threat, SHORT, restarts=10, draws=draws)
     # Not `suite_kind`: boosting adds the other members later.
     if isinstance(defense, Ensemble) and defense.rule is random_member and not threat.relative:
         attacks |= _on_members(threat, steps)
@@ -163,6 +167,9 @@ def suite_for(
     }
     attacks: dict[str, Attack] = {"noise": RandomCorners(threat)}
     attacks |= {name: _on_differentiable(defense, one) for name, one in variants.items()}
+    if threat.p == 1 and pgd.backward is None:  # where one start of PGD is weaker than Square
+        runs = APGD(threat, SHORT, objective, restarts=10)
+        attacks["apgd"] = _on_differentiable(defense, runs)
     attacks["square"] = Square(threat, queries)
     adaptive = _adaptive_attacks(defense, kind, pgd)
     averaged = None if kind == "transformed" else replace(pgd, draws=DRAWS)
