@@ -56,6 +56,7 @@ def test_default_attacks():
     plain, ensemble = Single(TinyNet()), Ensemble([TinyNet(), TinyNet()])
     names = ["adaptive_pgd", "adaptive_pgd_logits", "adaptive_pgd_restarts"]
     assert list(default_attacks(plain, THREAT)) == names
+    assert [*default_attacks(plain, Threat("l1", 3))] == [*names, "apgd"]
     found = default_attacks(ensemble, THREAT)
     assert list(found) == [*names, "arc", "climb"]
     assert isinstance(found["arc"], ARC)
