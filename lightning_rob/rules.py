@@ -135,7 +135,7 @@ def mean_logits(logits: Tensor, weights: Tensor) -> Tensor:
     return _votes(expectation(weights, logits))
 
 
-# The voting rules of transformation ensembles by their names in Liao et al. (2020).
+# The rules by name; the first five as Liao et al. (2020) call them.
 VOTING_RULES: dict[str, Rule] = {
     "RD": random_member,
     "MV": majority,
