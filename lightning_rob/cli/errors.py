@@ -1,6 +1,9 @@
 """Errors of jsonargparse and torch, shortened to one line that says what would be right."""
 
 import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from lightning_rob.cli.spelling import unknown_class, unknown_option
 from lightning_rob.recipes.trust import explain
@@ -46,12 +49,19 @@ def shorten_jsonargparse_error(message: str) -> str:
     given = re.search(r"Given value: (?!NestedArg)(.+)", message)
     if given and "expected " in text and "Got value" not in text:
         text += f". Got value: {given[1]:.60}"
+    absent = re.search(r"No module named '(\w+)'", text)
+    if absent and any(Path(absent[1] + ending).exists() for ending in (".py", "")):
+        text += ": it is in this folder, so set PYTHONPATH=."
     missing = " must name a class: its name, or class_path and init_args"
     return text + (missing if text.endswith(":") else "")
 
 
-def shorten_state_dict_error(error: RuntimeError) -> Exception:
-    """Shorten torch's error for weights of another architecture, or a lost rank; return others."""
+def shorten_state_dict_error(error: RuntimeError, saved: Mapping[str, Any]) -> Exception:
+    """Shorten torch's error for weights of another architecture, or a lost rank; return others.
+
+    Args:
+        saved: arguments of the model that Lightning saved in the checkpoint.
+    """
     from lightning_rob.runtime.processes import as_fault  # imports torch
 
     message = str(error)
@@ -64,6 +74,8 @@ def shorten_state_dict_error(error: RuntimeError) -> Exception:
         listed = re.search(rf"{kind.capitalize()} key\(s\) in state_dict: (.*)", message)
         kinds[kind] = re.findall(r'"([^"]+)"', listed[1]) if listed else []
     counts = [f"{len(keys)} weights {k} (e.g. {keys[0]})" for k, keys in kinds.items() if keys]
+    plain = [f"--model.{k}={v}" for k, v in saved.items() if isinstance(v, int | float | str)]
+    hint = f"; it was saved with other arguments? Give {' '.join(plain)}" if plain else ""
     return InputError(
-        "the checkpoint is of another architecture than the model: " + ", ".join(counts)
+        f"the checkpoint is of another architecture than the model: {', '.join(counts)}{hint}"
     )

@@ -119,7 +119,7 @@ class RobustCLI(LightningCLI):
     in_place_of = ""  # Lightning's method of which this runs a command in the place
 
     def __init__(self, line: CommandLine | Sequence[str], run: bool = True) -> None:
-        self.checkpoint_io = SafeCheckpointIO()
+        self.checkpoint_io, self.saved_arguments = SafeCheckpointIO(), dict[str, Any]()
 
         def ranks() -> Any:
             strategy = getattr(getattr(self, "trainer", None), "strategy", None)
@@ -156,7 +156,7 @@ class RobustCLI(LightningCLI):
         except USER_ERRORS as error:
             raise InputError(shorten_jsonargparse_error(self._describe(error))) from error
         except RuntimeError as error:
-            raise shorten_state_dict_error(error) from error
+            raise shorten_state_dict_error(error, self.saved_arguments) from error
         except ProcessException as error:  # of ddp_spawn and its like
             raise Fault(str(error).strip().rpartition("\n")[2]) from error
 
@@ -166,7 +166,10 @@ class RobustCLI(LightningCLI):
         given = any(re.match(r"--(model|config)|-c", arg) for arg in self.line.args)
         given = given or any(map(asks_for_page, self.line.args))
         if path is not None and path not in NAMED:
-            recipe = config_in_checkpoint(self.checkpoint_io.peek(path), path)
+            content = self.checkpoint_io.peek(path)
+            recipe = config_in_checkpoint(content, path)
+            # Of a Trainer of the user's: not read, for they may be of another class.
+            self.saved_arguments = {} if recipe else content.get("hyper_parameters") or {}
             if not (recipe or given):
                 raise InputError(
                     f"{path} does not say what it is a checkpoint of: add --config RECIPE or, of "

@@ -62,15 +62,18 @@ def unknown_class(name: str) -> str:
     """Return the error for a class or plug-in that does not exist."""
     if "/" in name or name.endswith(".yaml"):
         return f"there is no file {name}"
-    known = {*classes(), *plugins()}
-    hint = nearest(name.rpartition(".")[2], known, ": lightning-rob recipes lists plug-ins")
+    known, short = {*classes(), *plugins()}, name.rpartition(".")[2]
+    if short in known:
+        return f"{short} is of another kind than what is wanted here"
+    hint = nearest(short, known, ": lightning-rob recipes lists plug-ins")
     return f"nothing here is called {name!r}{hint}"
 
 
 def unknown_option(name: str) -> str:
     """Return the error for an argument that a class does not have."""
     wrong = next((part for part in name.split(".") if part not in (*arguments(), *PARTS)), name)
-    return f"there is no option {name}{nearest(wrong, arguments(), '; try --help all')}"
+    others = arguments() - {wrong}  # another class may have it
+    return f"there is no option {name}{nearest(wrong, others, '; try --help all')}"
 
 
 @cache

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from lightning_rob.cli.errors import shorten_jsonargparse_error, shorten_state_dict_error
 from lightning_rob.cli.options import read_command_line
 from lightning_rob.cli.spelling import check_content
 from lightning_rob.recipes.plugins import expand
@@ -28,7 +29,7 @@ MISSPELT = [  # command line, and what the error must hold
     (["test", "zoo:digits_robus"], "did you mean zoo:digits_robust"),
     (["test", "KEY.yml"], "there is no checkpoint KEY.yml, did you mean KEY.yaml?"),
     (["audit", ZOO, "--image", "20"], "there is no option --image, did you mean --images?"),
-    (["audit", ZOO, "--norm", "lnf"], "--norm must be linf or l2, got lnf"),
+    (["audit", ZOO, "--norm", "lnf"], "--norm must be linf, l2 or l1, got lnf"),
     (["sweep", ZOO, "--over=epss", "--values=1"], "--over must be one of"),
     (["monitor", "x", "--alrm", "acc=0.5"], "did you mean --alarm"),
     (["tune", "x"], "tune takes 'x' only as the value of an option"),
@@ -58,6 +59,7 @@ NESTED = [  # deeper classes and arguments, which jsonargparse refuses
     ([*DEMO, "--model.attack.stps", "3"], "there is no option stps, did you mean steps"),
     ([*DEMO, "--model.attack.threat.esp=0.1"], "no option threat.esp, did you mean eps?"),
     ([*DEMO, "--model.attack=PDG"], "nothing here is called 'PDG', did you mean PDGD or PGD?"),
+    ([*DEMO, "--model=ZooNet"], "ZooNet is of another kind than what is wanted here"),
     ([*DEMO, "--model.attack.help=PDG"], "nothing here is called 'PDG', did you mean PDGD or PGD?"),
 ]
 RUN_ALL = """
@@ -134,3 +136,17 @@ def test_a_checkpoint_needs_no_option(args, read):
     line = read_command_line(*args)
     assert (line.command, line.args) == (args[0], read)
     assert line.allowed == (["tests"] if args[-1].endswith("tests") else [])
+
+
+def test_own_modules_get_advice(tmp_path, monkeypatch):
+    """A module beside the recipe, and arguments that Lightning saved in a checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    error = "Parser key \"model\": No module named 'own'"
+    assert "PYTHONPATH" not in shorten_jsonargparse_error(error)
+    (tmp_path / "own.py").touch()
+    assert shorten_jsonargparse_error(error).endswith("so set PYTHONPATH=.")
+    wrong = RuntimeError("Error(s) in loading state_dict for A:\n\tsize mismatch for net.0.bias: b")
+    found = str(shorten_state_dict_error(wrong, {"hidden": 64, "net": object()}))
+    assert "1 weights of another shape (e.g. net.0.bias); it was saved with" in found
+    assert found.endswith("Give --model.hidden=64")
+    assert str(shorten_state_dict_error(wrong, {})).endswith("(e.g. net.0.bias)")

@@ -87,6 +87,8 @@ def _read(path: Path) -> ResultFile:
     if not path.is_dir():
         return read_result_file(path)
     files = sorted(str(file) for file in path.rglob("*.csv") if file.parent.name == "images")
+    if len(files) == 1:
+        return read_result_file(Path(files[0]))
     if files:
         raise ValueError(f"{path} is a folder: name a record in it, {' or '.join(files)}")
     raise ValueError(
