@@ -6,7 +6,7 @@ first images, and the audit on all of its own.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -145,6 +145,26 @@ def modes(target: CheckTarget, columns: Columns) -> Finding:
 
 def _first(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
+
+
+def normalization(target: CheckTarget, columns: Columns) -> Finding:
+    """Find networks of timm that were made for normalized images and get others."""
+    try:
+        nets: list[Any] = target.defense.classifiers
+    except TypeError:  # drawn anew
+        nets = [getattr(target.defense, "net", None)]
+    for net in nets:
+        made_for = getattr(net, "pretrained_cfg", None) or {}
+        mean_of, std_of = (tuple(made_for.get(name, ())) for name in ("mean", "std"))
+        if any(mean_of) or {*std_of} - {1.0}:
+            return Finding(
+                "warning",
+                f"{type(net).__name__} was made for images normalized by mean {mean_of} and std "
+                f"{std_of}, and gets images in [0, 1].",
+                "Evaluate with preprocess=Normalize(mean, std) of lightning_rob.nets, unless it "
+                "was trained on images in [0, 1].",
+            )
+    return Finding("fine", "No network asks for normalized images.")
 
 
 def batches(target: CheckTarget, columns: Columns) -> Finding:
@@ -351,6 +371,7 @@ CHECKS: tuple[Check, ...] = (
     outputs,
     steps_inside,
     modes,
+    normalization,
     batches,
     itself,
     randomness,

@@ -14,6 +14,7 @@ from lightning_rob.audit.auditor import audit
 from lightning_rob.data import Digits5k
 from lightning_rob.defenses import Ensemble, RandomTransforms, Single
 from lightning_rob.evaluation import evaluate
+from lightning_rob.nets import Normalize
 from lightning_rob.rules import random_member
 from lightning_rob.runtime.errors import FindingWarning
 from lightning_rob.threat import Threat
@@ -198,6 +199,21 @@ def test_a_class_that_a_sample_may_lack_is_no_finding(sample):
     broken = (found.per_image("clean") > 0.5) & (found.per_image("pgd") < 0.5)
     assert broken.sum() >= 10
     assert "only_one_class" not in names(found)
+
+
+def test_a_network_made_for_normalized_images_says_so():
+    """As timm's networks declare it; their accuracy on other images is wrong without a sign."""
+    net = Around()
+    net.pretrained_cfg = {"mean": (0.5,), "std": (0.2,)}
+    normalize = Normalize(*net.pretrained_cfg.values())
+    with pytest.warns(FindingWarning, match="Around was made for images normalized by mean"):
+        assert "normalization" in names(evaluate(net, PLAIN, [batch()]))
+    random = RandomTransforms(net, {"HorizontalFlip": {"p": 0.5}}, 1, 3)
+    with pytest.warns(FindingWarning, match="normalized"):
+        assert "normalization" in names(evaluate(random, PLAIN, [batch()], inferences=2))
+    assert "normalization" not in names(evaluate(net, PLAIN, [batch()], preprocess=normalize))
+    net.pretrained_cfg = {"mean": (0.0,), "std": (1.0,)}
+    assert "normalization" not in names(evaluate(net, PLAIN, [batch()]))
 
 
 def test_few_images_have_the_same_findings():
