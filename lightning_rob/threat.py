@@ -139,11 +139,12 @@ class Threat:
             raise ValueError(f"bounds must be (low, high) with low < high, got {self.bounds}")
 
     def __str__(self) -> str:
-        """Return norm and radius, in 255ths if it is a multiple of 1/255: "linf 8/255"."""
+        """Return norm and radius, in 255ths if it is a multiple: "linf 8/255", "linf 0.2"."""
         of_255 = self.eps * 255
         if self.relative:
             return f"{self.norm} {100 * self.eps:.4g} % of the image"
-        if 0 < of_255 < 255 and abs(of_255 - round(of_255)) < 1e-6:
+        is_short = len(f"{self.eps:.6g}") < 5  # 0.2, not 51/255
+        if 0 < of_255 < 255 and abs(of_255 - round(of_255)) < 1e-6 and not is_short:
             return f"{self.norm} {round(of_255)}/255"
         return f"{self.norm} {self.eps:.4g}"
 
