@@ -122,6 +122,16 @@ def steps_inside(target: CheckTarget, columns: Columns) -> Finding:
 def modes(target: CheckTarget, columns: Columns) -> Finding:
     """Find layers that act as in training when the defense predicts."""
     found = []
+    modules = dict(target.defense.named_modules())
+    left_on = [
+        f"{name} ({type(module).__name__})"
+        for name, module in modules.items()
+        if isinstance(module, _DropoutNd)
+        and module.p
+        and module.training
+        # In a network that forgot eval() its parent trains as well.
+        and not modules[name.rpartition(".")[0]].training
+    ]
     with evaluating(target.defense):
         for name, module in target.defense.named_modules():
             # Without running statistics BatchNorm takes the batch's, in eval mode too.
@@ -131,6 +141,15 @@ def modes(target: CheckTarget, columns: Columns) -> Finding:
             if trains and not idle:
                 found.append(f"{name} ({type(module).__name__})")
     values = {"layers": found}
+    if left_on and not found:
+        return Finding(
+            "severe",
+            f"Dropout was on in a network in eval mode, and is off here: {_first(left_on)}. The "
+            "accuracies are of another classifier.",
+            "Call torch.nn.functional.dropout(x, p, training=True) in forward, and evaluate with "
+            "inferences=10 and attacks that average over draws, PGD(draws=10).",
+            {"layers": left_on},
+        )
     if not found:
         text = "BatchNorm and dropout are in eval mode when the defense predicts."
         return Finding("fine", text, values=values)

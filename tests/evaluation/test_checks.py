@@ -216,6 +216,17 @@ def test_a_network_made_for_normalized_images_says_so():
     assert "normalization" not in names(evaluate(net, PLAIN, [batch()]))
 
 
+def test_dropout_that_was_left_on_is_not_switched_off_without_a_word():
+    net = nn.Sequential(nn.Dropout(0.3), Around())
+    assert "modes" not in names(evaluate(net, PLAIN, [batch()]))  # a network that forgot eval()
+    assert "modes" not in names(evaluate(net.eval(), PLAIN, [batch()]))
+    net[0].train()
+    with pytest.warns(FindingWarning, match="Dropout was on in a network in eval mode"):
+        found = evaluate(net, PLAIN, [batch()])
+    assert "severe" in [one.severity for one in found.findings if one.name == "modes"]
+    assert net[0].training
+
+
 def test_few_images_have_the_same_findings():
     with pytest.warns(FindingWarning):
         assert "slope" in names(evaluate(Around(at_random), PLAIN, [batch(5)]))
