@@ -34,6 +34,7 @@ class TransformersNet(nn.Module):
 
     Raises:
         ImportError: transformers is not installed.
+        FileNotFoundError: the folder has no preprocessing.
         ValueError: the processor passes no gradient to the pixels.
     """
 
@@ -45,6 +46,11 @@ class TransformersNet(nn.Module):
             raise ImportError(
                 'classifiers of transformers need it: pip install "lightning-rob[hub]"'
             ) from error
+        if not (folder / PROCESSOR).is_file():
+            raise FileNotFoundError(
+                f"{folder} has no {PROCESSOR}: save the processor beside the network, "
+                "processor.save_pretrained(folder), or give evaluate the network and a preprocess"
+            )
         local = {"local_files_only": True, "trust_remote_code": False}
         self.processor = AutoImageProcessor.from_pretrained(folder, **local)
         self.net = AutoModelForImageClassification.from_pretrained(

@@ -112,6 +112,8 @@ def _on_ray(
         needed = "--ray needs Ray: pip install 'lightning-rob[ray]'"
         raise ModuleNotFoundError(needed, name="ray") from error
     here = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": cores * len(parts)}
+    # Ray's 15 starves them beside other work; a task is as important as its command.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR", **here)
     try:
         task = ray.remote(num_cpus=cores, num_gpus=gpus, max_retries=TRIES)(run_part)

@@ -67,6 +67,12 @@ def test_logits_are_those_of_the_network_on_normalised_images(saved):
     assert "'height': 32" in str(defense)  # the resizing is stated
 
 
+def test_a_folder_without_its_processor_says_so(saved):
+    (saved[1] / "preprocessor_config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"has no preprocessor_config.json: save the proc"):
+        lightning_rob.load(saved[1])
+
+
 @pytest.mark.parametrize("size", [32, 48])
 def test_an_attack_moves_the_pixels_that_are_given(saved, size, tmp_path):
     """The gradient is that of the pixels, through resizing and normalization."""
@@ -156,6 +162,7 @@ def test_the_command_line_takes_the_folder(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "saved"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     x, y = blobs(train=False)
     net = fit_all(nn.Sequential(nn.Flatten(), nn.Linear(192, 4)), *blobs(), 30)
     save_file(net[1].state_dict(), folder / "model.safetensors")
