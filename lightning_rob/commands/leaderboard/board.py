@@ -234,7 +234,7 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
         hundredths(row["known_noise"]),
         ", ".join(row["findings"]) or NONE,
         NONE if row["training"] is None else f"{row['training']:.0f}",
-        f"{row['prediction']:.3g}",
+        f"{row['prediction']:,.0f}" if row["prediction"] >= 100 else f"{row['prediction']:.3g}",
     )
 
 
