@@ -99,10 +99,13 @@ def test_a_module_of_yours(tmp_path, monkeypatch, capsys):
 
 
 def test_an_attack_without_gradients(tmp_path, monkeypatch, capsys):
-    """The class and the plug-in of the page attack a network of the package, as the line says."""
+    """The class, the function and their plug-in attack a network of the package."""
     page = PAGES["extending.md"].read_text().partition("### Without gradients")[2]
-    (tmp_path / "mine.py").write_text(re.search(r"```python\n(.*?)```", page, re.S)[1])
-    (tmp_path / "search.yaml").write_text(re.search(r"```yaml\n(.*?)```", page, re.S)[1])
+    page = page.partition("\n## ")[0]
+    for name, language in (("mine.py", "python"), ("search.yaml", "yaml")):
+        parts = re.findall(rf"```{language}\n(.*?)```", page, re.S)
+        assert len(parts) == 2
+        (tmp_path / name).write_text("".join(parts))
     line = re.search(r"PYTHONPATH=\. lightning-rob (.*)", page)[1]
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -112,7 +115,8 @@ def test_an_attack_without_gradients(tmp_path, monkeypatch, capsys):
     (record,) = tmp_path.rglob("robust.jsonl")
     found = {one["name"]: one for one in map(json.loads, record.read_text().splitlines())}
     assert found["clean"]["n"] == 100
-    assert found["search"]["accuracy"] < found["clean"]["accuracy"] - 0.2
+    for attack in ("search", "grey"):
+        assert found[attack]["accuracy"] < found["clean"]["accuracy"] - 0.2
 
 
 class Built(HTMLParser):

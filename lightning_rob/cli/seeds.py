@@ -108,32 +108,34 @@ def _summarize(folder: Path, seeds: Sequence[int]) -> None:
     by_seed = {seed: found for seed in seeds if (found := tested(folder, seed))}
     if not by_seed:
         return
-    table = Table(title=f"{len(by_seed)} trainings", title_justify="left")
-    for head in (
-        "attack",
-        "on",
-        "images",
-        "mean",
-        "95 % over seeds",
-        *(f"seed {seed}" for seed in by_seed),
-    ):
-        table.add_column(head, justify="left" if head in ("attack", "on") else "right")
+    heads = ["attack", "on", "images", "mean", "95 % over seeds"]
+    cells = [[*heads, *(f"seed {seed}" for seed in by_seed)]]
     rows = []
     for key in dict.fromkeys(one.key for found in by_seed.values() for one in found):
-        results = [one for found in by_seed.values() for one in found if one.key == key]
-        values = [one.accuracy for one in results]
+        own = {seed: one for seed, found in by_seed.items() for one in found if one.key == key}
+        values = [one.accuracy for one in own.values()]
         low, high = student(values) if len(values) > 1 else (0.0, 1.0)
         low, high = max(low, 0.0), min(high, 1.0)
         name, target = key
-        images = [*dict.fromkeys(one.n for one in results)]  # of another `max_images`, if several
-        row = {"name": name, "target": target, "accuracies": values, "seeds": [*by_seed]}
+        images = [*dict.fromkeys(one.n for one in own.values())]  # several if `max_images` differed
+        row = {"name": name, "target": target, "accuracies": values, "seeds": [*own]}
         row["images"] = images
         rows.append(row | {"mean": fmean(values), "interval": [low, high]})
         span = f"{100 * low:.1f} … {100 * high:.1f}"
-        each = [f"{value:.1%}" for value in values]
+        each = [f"{own[seed].accuracy:.1%}" if seed in own else "" for seed in by_seed]
         shown = ", ".join(map(str, images))
         mean = f"{fmean(values):.1%}"
-        table.add_row(name, target.replace("_", " "), shown, mean, span, *each)
-    Console().print(table)
+        cells.append([name, target.replace("_", " "), shown, mean, span, *each])
+    console = Console()
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    narrow = sum(widths) + 3 * len(widths) + 1 > console.width
+    columns = len(heads) if narrow else len(widths)  # a narrow terminal does without each seed
+    table = Table(title=f"{len(by_seed)} trainings", title_justify="left")
+    for head in cells[0][:columns]:
+        left = head in ("attack", "on")
+        table.add_column(head, justify="left" if left else "right", no_wrap=head == "attack")
+    for line in cells[1:]:
+        table.add_row(*line[:columns])
+    console.print(table)
     atomic_write_text(folder / "seeds.json", json.dumps(rows, indent=1) + "\n")
     print(visible(f"Wrote {folder}/seeds.json; lightning-rob report {folder} has all runs"))

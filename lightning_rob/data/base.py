@@ -101,9 +101,9 @@ def packaged_file(package: str, path: str) -> Path:
 class ImageData(LightningDataModule, ABC):
     """Images in [0, 1] with their labels and indices, for training, validation and test.
 
-    A batch is x [B, C, H, W] float32, y [B] int64 and index [B] int64, the image's number in its
-    source: training and validation images are numbered together, test images separately.
-    Prediction is on the test images.
+    A batch is (x, y, index): x [B, C, H, W] float32, y [B] int64 and index [B] int64, the image's
+    number in its source: training and validation images are numbered together, test images
+    separately. Prediction is on the test images.
 
     Args:
         batch_size: training images per batch and process.

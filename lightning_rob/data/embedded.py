@@ -39,7 +39,7 @@ def _digits() -> Tensor:
 class Digits5k(ImageData):
     """5,000 MNIST digits, part of this package: 400 of each digit to train, 100 to test.
 
-    Results on them cannot be compared with results on MNIST.
+    A batch is (images, labels, index). Results on them cannot be compared with results on MNIST.
 
     Args:
         val_size: training images held out for validation.

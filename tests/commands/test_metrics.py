@@ -1,7 +1,9 @@
 """Metrics of the monitor, read by the parsers of prometheus_client, and docs/deploy."""
 
 import json
+import os
 import re
+import subprocess
 import time
 from configparser import RawConfigParser
 from urllib.error import HTTPError
@@ -116,6 +118,28 @@ def test_deployed_commands_parse(tmp_path):
         assert (config.serve, config.reevaluate, config.level) == (9108, 24, 0.05)
         own = {arg.partition("=")[0].rstrip("+") for arg in line.args} - {"--trainer.accelerator"}
         assert own <= {f"--{name}" for name in MonitorConfig.__dataclass_fields__}
+
+
+@pytest.mark.parametrize("further", ["", "--model=mine.Net\n  --trainer.callbacks.eps=0.1\n"])
+def test_the_action_passes_its_arguments_on(further, tmp_path):
+    """The shell of the action calls a program that notes its arguments and writes a record."""
+    action = yaml.safe_load((DEPLOY / "action.yml").read_text())
+    evaluate, _ = action["runs"]["steps"]
+    program = tmp_path / "lightning-rob"
+    program.write_text(
+        '#!/bin/sh\nprintf "%s\\n" "$@" > args; for last; do :; done\n'
+        'mkdir -p "${last#*=}/images"; touch "${last#*=}/images/test-pgd.csv"\n'
+    )
+    program.chmod(0o755)
+    given = {"CHECKPOINT": "my model.ckpt", "SUITE": "pgd", "ARGUMENTS": further}
+    assert given.keys() == evaluate["env"].keys()
+    given |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "GITHUB_OUTPUT": "out", "TMPDIR": "."}
+    line = ["bash", "-e", "-o", "pipefail", "-c", evaluate["run"]]
+    subprocess.run(line, env=given, cwd=tmp_path, check=True)
+    args = (tmp_path / "args").read_text().splitlines()
+    start = ["test", "--ckpt_path", "my model.ckpt", "--trainer.callbacks+=pgd", *further.split()]
+    assert args[: len(start) + 1] == [*start, "--trainer.accelerator=cpu"]
+    assert (tmp_path / "out").read_text().endswith("/images/test-pgd.csv\n")
 
 
 def test_dashboard_and_rules_name_metrics_that_exist(published):
