@@ -151,7 +151,8 @@ def hang(top, source):
         with Receiver() as receiver:
             receiver.statuses = [0] * 1000 if name == "hangs" else []
             over, began = folder / "over", time.monotonic()
-            child = forked(lambda: watch(folder, receiver, f"--until={over}"))  # noqa: B023
+            args = (ALARM, "--notify", receiver.url, f"--until={over}")  # with the usual pauses
+            child = forked(lambda: monitor(folder, *args))  # noqa: B023
             until(lambda: len(events(folder, "evaluated")) == total)  # noqa: B023
             seconds[name] = time.monotonic() - began
             receiver.statuses = []
