@@ -245,7 +245,7 @@ def _warn_if_blind(defense: Defense, x_adv: Tensor, y: Tensor, sight: Sight) -> 
         warnings.warn(
             f"the gradient is {kind} for {stuck} of {len(y)} images, which are not misclassified: "
             "this attack cannot move them, and its accuracy says nothing of them. "
-            "`lightning-rob audit` finds out why; Square needs no gradient",
+            "Auto (`lightning-rob attack`) looks for a way around; Square needs no gradient",
             ZeroGradientWarning,
             stacklevel=4,
         )

@@ -170,8 +170,9 @@ class EvaluationResult:
                 "severe",
                 f"{name} had no gradient to follow on {images_of(blind)} that are right without an "
                 "attack: each was exactly zero or not finite. Its accuracy says nothing of them.",
-                "Run `lightning-rob audit` to find out why; attack without gradients (Square), or "
-                "with a gradient in place of what cuts it (BPDA).",
+                'Attack by evaluate(net, "auto", …) or `lightning-rob attack`, which search for a '
+                "way around what hides gradients, or without them (Square); `lightning-rob audit` "
+                "says why they are missing.",
                 {"attack": name, "blind": mean(blind)},
                 "blind",
             )
