@@ -50,7 +50,8 @@ def shorten_jsonargparse_error(message: str) -> str:
     if given and "expected " in text and "Got value" not in text:
         text += f". Got value: {given[1]:.60}"
     absent = re.search(r"No module named '(\w+)'", text)
-    if absent and any(Path(absent[1] + ending).exists() for ending in (".py", "")):
+    here = absent and any(Path(absent[1] + ending).exists() for ending in (".py", ""))
+    if here and "PYTHONPATH" not in text:
         text += ": it is in this folder, so set PYTHONPATH=."
     missing = " must name a class: its name, or class_path and init_args"
     return text + (missing if text.endswith(":") else "")
@@ -74,8 +75,13 @@ def shorten_state_dict_error(error: RuntimeError, saved: Mapping[str, Any]) -> E
         listed = re.search(rf"{kind.capitalize()} key\(s\) in state_dict: (.*)", message)
         kinds[kind] = re.findall(r'"([^"]+)"', listed[1]) if listed else []
     counts = [f"{len(keys)} weights {k} (e.g. {keys[0]})" for k, keys in kinds.items() if keys]
-    plain = [f"--model.{k}={v}" for k, v in saved.items() if isinstance(v, int | float | str)]
-    hint = f"; it was saved with other arguments? Give {' '.join(plain)}" if plain else ""
     return InputError(
-        f"the checkpoint is of another architecture than the model: {', '.join(counts)}{hint}"
+        f"the checkpoint is of another architecture than the model: {', '.join(counts)}"
+        f"{saved_arguments(saved)}"
     )
+
+
+def saved_arguments(saved: Mapping[str, Any]) -> str:
+    """Return the advice to give a model the arguments that Lightning saved in its checkpoint."""
+    plain = [f"--model.{k}={v}" for k, v in saved.items() if isinstance(v, int | float | str)]
+    return f"; it was saved with other arguments? Give {' '.join(plain)}" if plain else ""

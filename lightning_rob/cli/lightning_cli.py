@@ -21,7 +21,11 @@ from lightning_rob.callbacks.guard import TerminateOnNonFinite
 from lightning_rob.callbacks.images import gather
 from lightning_rob.callbacks.loggers import run_folder, writing_folder
 from lightning_rob.cli.checkpoints import SafeCheckpointIO
-from lightning_rob.cli.errors import shorten_jsonargparse_error, shorten_state_dict_error
+from lightning_rob.cli.errors import (
+    saved_arguments,
+    shorten_jsonargparse_error,
+    shorten_state_dict_error,
+)
 from lightning_rob.cli.options import (
     NAMED,
     OF_METHODS,
@@ -154,7 +158,10 @@ class RobustCLI(LightningCLI):
                     # Else threads of the backend may abort the interpreter while it ends.
                     torch.distributed.destroy_process_group()
         except USER_ERRORS as error:
-            raise InputError(shorten_jsonargparse_error(self._describe(error))) from error
+            text = shorten_jsonargparse_error(self._describe(error))
+            if "arguments are required" in text:
+                text += saved_arguments(self.saved_arguments)
+            raise InputError(text) from error
         except RuntimeError as error:
             raise shorten_state_dict_error(error, self.saved_arguments) from error
         except ProcessException as error:  # of ddp_spawn and its like

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -126,9 +126,8 @@ def modes(target: CheckTarget, columns: Columns) -> Finding:
     left_on = [
         f"{name} ({type(module).__name__})"
         for name, module in modules.items()
-        if isinstance(module, _DropoutNd)
-        and module.p
-        and module.training
+        if module.training
+        and _drops(module)
         # In a network that forgot eval() its parent trains as well.
         and not modules[name.rpartition(".")[0]].training
     ]
@@ -160,6 +159,13 @@ def modes(target: CheckTarget, columns: Columns) -> Finding:
         "Let eval() reach them, and keep running statistics; then evaluate again.",
         values,
     )
+
+
+def _drops(module: nn.Module) -> bool:
+    """Return whether a layer drops values in training: dropout, an RNN, attention, DropPath."""
+    rate = getattr(module, "dropout", getattr(module, "drop_prob", 0))
+    rate = module.p if isinstance(module, _DropoutNd) else rate
+    return isinstance(rate, int | float) and rate > 0
 
 
 def _first(names: Sequence[str]) -> str:

@@ -225,6 +225,10 @@ def test_dropout_that_was_left_on_is_not_switched_off_without_a_word():
         found = evaluate(net, PLAIN, [batch()])
     assert "severe" in [one.severity for one in found.findings if one.name == "modes"]
     assert net[0].training
+    whole = Around().eval()
+    whole.attention = nn.MultiheadAttention(4, 1, dropout=0.5)  # in training mode
+    with pytest.warns(FindingWarning, match=r"attention \(MultiheadAttention\)"):
+        evaluate(whole, PLAIN, [batch()])
 
 
 def test_few_images_have_the_same_findings():
