@@ -88,7 +88,7 @@ PHOTOGRAPHS = {
     "GAL of 3": ("Kariyappa and Qureshi 2019", "gal_digits", 16, [WIDE]),
     "TRS of 3": ("Yang et al. 2021", "trs_digits", 3, [
         WIDE, "--model.threat.eps=16/255", f"--model.initial_eps={EPS}"]),
-    "DVERGE of 3": ("Yang et al. 2020", "dverge_digits", 8, [
+    "DVERGE of 3": ("Yang et al. 2020", "dverge_digits", 7, [
         WIDE, f"--model.eps={EPS}", "--model.step_size=1.6/255"]),
     "RT of noise": ("Sitawarin et al. 2022", "rt_digits group_noise", 36, []),
     "Smoothing": ("Cohen et al. 2019", "smoothing_digits", 75, ["--model.defense.sigma=0.12"]),

@@ -37,6 +37,7 @@ from lightning_rob.evaluation.worst import WORST
 from lightning_rob.metrics import wilson_over_draws
 from lightning_rob.runtime.errors import InputError, visible
 from lightning_rob.runtime.files import atomic_write_text
+from lightning_rob.threat import Threat
 
 HEADS = (
     "rank",
@@ -199,7 +200,7 @@ def page(
     yield Heading(1, protocol.title)
     for norm, entries in ranked.items():
         scores = [entry.pop("scores") for entry in entries]
-        yield Heading(2, f"{norm}, eps {protocol.radii[norm]:g}")
+        yield Heading(2, str(Threat(norm, protocol.radii[norm])))
         body = [cells(entry) for entry in entries]
         shown = [i for i in range(len(HEADS)) if any(row[i] != NONE for row in body)]
         caption = f"Accuracy in per cent, {protocol.images} images"
