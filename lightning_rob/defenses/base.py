@@ -77,13 +77,6 @@ class Defense(nn.Module, ABC):
         """Whether some of its predictions are rejections."""
         return self.rejects is not None or self.abstains
 
-    def rejection_margin(self, x: Tensor) -> Tensor | None:
-        """Compute how far images [B, C, H, W] are on the rejected side, [B]; accepted below 0.
-
-        It has a gradient, for attacks on what rejects beside the logits; None where nothing does.
-        """
-        return None
-
     def components(self) -> list[tuple[float, "Defense"]]:
         """Return (probability, defense) of each part of a mixture, or of this defense alone."""
         return [(1.0, self)]

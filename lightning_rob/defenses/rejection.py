@@ -50,13 +50,13 @@ class AcceptedClasses(Defense):
         return [(share, self._of(part)) for share, part in self.defense.components()]
 
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
-        return self._seen(self.defense.logits(x, generator), self.defense.weights, x)
+        return self._seen(self.defense.logits(x, generator), self.defense.weights)
 
     def sample_logits(
         self, x: Tensor, generator: Generator = None, draws: int | None = None
     ) -> tuple[Tensor, Tensor]:
         logits, weights = self.defense.sample_logits(x, generator, draws)
-        return self._seen(logits, weights, x), weights
+        return self._seen(logits, weights), weights
 
     def forward(self, x: Tensor, generator: Generator = None) -> Tensor:
         """Predict [B, C, H, W] -> [B, K]: the label's probability is that of not being fooled."""
@@ -112,17 +112,13 @@ class AcceptedClasses(Defense):
             )
         return torch.cat([values[..., :place], values[..., place + 1 :]], -1)
 
-    def _seen(self, logits: Tensor, weights: Tensor, x: Tensor) -> Tensor:
-        """Return logits [S, B, K] of images [B, …] in which the label's stands for rejection."""
-        margin = self.defense.rejection_margin(x)
-        if self.defense.rejects is None and not abstains(self.defense.rule) and margin is None:
+    def _seen(self, logits: Tensor, weights: Tensor) -> Tensor:
+        """Return logits [S, B, K] in which the label's stands for rejection too."""
+        if self.defense.rejects is None and not abstains(self.defense.rule):
             return logits  # what rejects images is no function of them
         accepted = self._accepted(logits)
         index = self._labels_of(logits[0]).expand(logits.shape[:-1])[..., None]
         label = accepted.gather(-1, index)
-        if margin is not None:  # a wrong class has to lead, and the image to be accepted
-            top = accepted.scatter(-1, index, -torch.inf).amax(-1, keepdim=True)
-            label = torch.maximum(label, top + margin[:, None].to(top))
         if self.defense.rejects is not None:
             place = self.defense.rejects
             # Averaged probabilities of label and rejection add up; else the larger logit decides.
@@ -158,11 +154,11 @@ def behind_labels(defense: Defense) -> Defense | None:
 class _OfAcceptedClasses(nn.Module):
     """A network whose logits are seen as those of the accepted classes."""
 
-    def __init__(self, net: nn.Module, seen: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, net: nn.Module, seen: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
         self.net = net
         self.seen = seen
 
     def forward(self, x: Tensor) -> Tensor:
         logits = torch.as_tensor(self.net(x))
-        return self.seen(logits[None], logits.new_ones(1), x)[0]
+        return self.seen(logits[None], logits.new_ones(1))[0]

@@ -1,6 +1,5 @@
 """URejectron: reject images that a discriminator separates from training images."""
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Self
 
@@ -82,14 +81,6 @@ class URejectron(Transductive):
             raise RuntimeError("URejectron has no discriminator before it has adapted to a batch")
         logits: Tensor = self.trained_discriminator(x)
         return logits.softmax(1)[:, TEST]
-
-    def rejection_margin(self, x: Tensor) -> Tensor | None:
-        """Compute the logit of being a test image minus that of tau, [B]; None before `adapt`."""
-        if self.trained_discriminator is None:
-            return None
-        logits: Tensor = self.trained_discriminator(x)
-        tau = min(max(self.tau, 1e-6), 1 - 1e-6)
-        return logits[:, TEST] - logits[:, 1 - TEST] - math.log(tau / (1 - tau))
 
     def fit_to_batch(self, x: Tensor, generator: torch.Generator) -> Self:
         net = (self.discriminator or (lambda: SmallCNN(2, x.shape[1])))().to(x)

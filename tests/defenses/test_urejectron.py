@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torchmetrics.functional.classification import binary_auroc
 
-from lightning_rob.attacks import PGD
+from lightning_rob.attacks import CW, PGD
 from lightning_rob.defenses import Single
 from lightning_rob.defenses.urejectron import URejectron
 from lightning_rob.nets import SmallCNN
@@ -154,25 +154,18 @@ def test_default_discriminator_takes_images_as_they_come():
 # what it leaves alone
 
 
-def test_attacks_on_it_lead_past_the_discriminator_and_leave_it(net):
-    """A wrong prediction counts where it is accepted: both logits have to move."""
+def test_attacks_are_on_the_network_and_leave_the_discriminator(net):
     x, y = blobs(False, 40)
-    pgd = PGD(Threat("linf", 64 / 255), 20, 6 / 255)
-    alone = pgd(Single(net), x, y, chance(2))
-    assert torch.equal(pgd(made(net), x, y, chance(2)), alone)  # has no discriminator yet
-    final = made(net, epochs=30, source_size=40).adapt(alone, chance())
+    final = made(net).adapt(x, chance())
     before = digest(final)
-
-    def accepted_wrong(x_adv: torch.Tensor) -> int:
-        predictions = final(x_adv)
-        return int((predictions.sum(1) - predictions.gather(1, y[:, None])[:, 0]).sum())
-
-    assert 0 < accepted_wrong(alone) < 25
-    assert accepted_wrong(pgd(final, x, y, chance(2))) > 1.5 * accepted_wrong(alone)
+    for attack in (
+        PGD(LINF, 3, 8 / 255),
+        CW(Threat("l2", 100), 20, 0.01, binary_steps=1, initial_const=1.0),
+    ):
+        alone = attack(Single(net), x, y, chance(2))
+        assert torch.equal(attack(final, x, y, chance(2)), alone)
+        assert torch.equal(attack(made(net), x, y, chance(2)), alone)
     assert digest(final) == before
-    margin = final.rejection_margin(x)
-    assert torch.equal(margin > 0, final.scores(x) > final.tau)
-    assert torch.equal(margin > 0, final(x).sum(1) == 0)
 
 
 # what is refused
