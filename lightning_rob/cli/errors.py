@@ -1,6 +1,7 @@
 """Errors of jsonargparse and torch, shortened to one line that says what would be right."""
 
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ NOISE = re.compile(
     r"Problem with given class_path|Importing).*"
     r"|Expected a path but .* either not accessible or invalid"
 )
+PLAIN = (bool, int, float, str)
 PHRASES = {
     "Expected a <class 'int'>": "expected a whole number",
     "Expected a <class 'float'>": "expected a number",
@@ -83,5 +85,6 @@ def shorten_state_dict_error(error: RuntimeError, saved: Mapping[str, Any]) -> E
 
 def saved_arguments(saved: Mapping[str, Any]) -> str:
     """Return the advice to give a model the arguments that Lightning saved in its checkpoint."""
-    plain = [f"--model.{k}={v}" for k, v in saved.items() if isinstance(v, int | float | str)]
+    own = {k: v for k, v in saved.items() if not k.startswith("_")}  # not Lightning's
+    plain = [shlex.quote(f"--model.{k}={v}") for k, v in own.items() if type(v) in PLAIN]
     return f"; it was saved with other arguments? Give {' '.join(plain)}" if plain else ""

@@ -63,7 +63,7 @@ def unknown_class(name: str) -> str:
     if "/" in name or name.endswith(".yaml"):
         return f"there is no file {name}"
     known, short = {*classes(), *plugins()}, name.rpartition(".")[2]
-    if short in known:
+    if short in known and name in (short, f"lightning_rob.{short}"):
         return f"{short} is of another kind than what is wanted here"
     hint = nearest(short, known, ": lightning-rob recipes lists plug-ins")
     return f"nothing here is called {name!r}{hint}"

@@ -32,10 +32,10 @@ def network_logits(net: nn.Module, x: Tensor) -> Tensor:
     try:
         logits = logits_in(net(given))
     except AssertionError as error:  # so timm and torchvision refuse images of another size
-        size = "x".join(map(str, x.shape[1:]))
+        size, reason = "x".join(map(str, x.shape[1:])), str(error).rstrip(".!")
         raise ValueError(
-            f"{type(net).__name__} refuses images of {size}: {str(error).rstrip('.!')}; a resize "
-            "as the first layer of the network, or as preprocess=, gives them that size"
+            f"{type(net).__name__} refuses images of {size}{reason and f': {reason}'}; if it wants "
+            "another size, resize in its first layer or by preprocess="
         ) from error
     if counted and given._version != version:
         raise ValueError(CHANGES_INPUT)

@@ -4,7 +4,7 @@ A check judges columns of measurements in one sentence. Every evaluation makes t
 first images, and the audit on all of its own.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -179,8 +179,10 @@ def normalization(target: CheckTarget, columns: Columns) -> Finding:
     except TypeError:  # drawn anew
         nets = [getattr(target.defense, "net", None)]
     for net in nets:
-        made_for = getattr(net, "pretrained_cfg", None) or {}
-        mean_of, std_of = (tuple(made_for.get(name, ())) for name in ("mean", "std"))
+        made_for = getattr(net, "pretrained_cfg", None)
+        made_for = made_for if isinstance(made_for, Mapping) else {}
+        wanted = [made_for.get(name) for name in ("mean", "std")]
+        mean_of, std_of = (tuple(one) if isinstance(one, Sequence) else () for one in wanted)
         if any(mean_of) or {*std_of} - {1.0}:
             return Finding(
                 "warning",

@@ -73,6 +73,8 @@ def attacks_by_name(name: str, defense: Defense, threat: Threat) -> dict[str, At
         return {name: WORDS[name](threat)}
     # The audit alone takes balls of another size, within which "worst" means nothing.
     suite = {n: a for n, a in suite_for(defense, threat).attacks.items() if a.threat == threat}
+    if name == "pgd" and name not in suite:  # of a defense that adapts: without rehearsals
+        return {name: PGD(threat, 20, step_across(threat.eps, 20, 4))}
     if name not in ("suite", *suite):
         words = ", ".join(dict.fromkeys(("suite", *WORDS, *suite)))
         raise ValueError(f"attacks must be a mapping or one of {words}; got {name!r}")

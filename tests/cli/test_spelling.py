@@ -146,7 +146,7 @@ def test_own_modules_get_advice(tmp_path, monkeypatch):
     (tmp_path / "own.py").touch()
     assert shorten_jsonargparse_error(error).endswith("so set PYTHONPATH=.")
     wrong = RuntimeError("Error(s) in loading state_dict for A:\n\tsize mismatch for net.0.bias: b")
-    found = str(shorten_state_dict_error(wrong, {"hidden": 64, "net": object()}))
+    found = str(shorten_state_dict_error(wrong, {"hidden": 64, "net": object(), "_class": "A"}))
     assert "1 weights of another shape (e.g. net.0.bias); it was saved with" in found
     assert found.endswith("Give --model.hidden=64")
     assert str(shorten_state_dict_error(wrong, {})).endswith("(e.g. net.0.bias)")

@@ -142,6 +142,27 @@ def test_many_that_wait_for_one_that_hangs_cost_one_time_out(history, monkeypatc
         hanging.shutdown()
 
 
+def test_one_that_is_refused_slowly_holds_up_no_other(history, monkeypatch):
+    monkeypatch.setattr(notify, "PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(notify, "SLOW", 0.05)
+    notifier, tried = Outbox(["http://127.0.0.1:9/"], history, "run"), []
+
+    def send(content):
+        tried.append(content["checkpoint"])
+        if content["checkpoint"] == "0.ckpt":
+            time.sleep(0.1)
+            raise notify.Undelivered("HTTP status 413")
+
+    notifier.senders = dict.fromkeys(notifier.senders, send)
+    for step in range(3):
+        lines = evaluation(step, alarm=[f"low at {step}"] if step < 2 else [])
+        history.append(*lines[:-1], lines[-1] | notifier.mark(lines[-1]))
+    for _ in range(3):
+        notifier.deliver()
+    assert tried == ["0.ckpt", "1.ckpt", "0.ckpt", "0.ckpt"]  # the recovery waits for its alarm
+    assert [*notifier.waiting.values()] == [2]
+
+
 def test_one_that_hangs_delays_the_monitor_by_its_time_out_and_stops_no_other(
     receiver, history, monkeypatch, capsys
 ):

@@ -212,6 +212,8 @@ def test_a_network_made_for_normalized_images_says_so():
     with pytest.warns(FindingWarning, match="normalized"):
         assert "normalization" in names(evaluate(random, PLAIN, [batch()], inferences=2))
     assert "normalization" not in names(evaluate(net, PLAIN, [batch()], preprocess=normalize))
+    net.pretrained_cfg = {"mean": None, "std": 1.0}  # says nothing
+    assert "normalization" not in names(evaluate(net, PLAIN, [batch()]))
     net.pretrained_cfg = {"mean": (0.0,), "std": (1.0,)}
     assert "normalization" not in names(evaluate(net, PLAIN, [batch()]))
 

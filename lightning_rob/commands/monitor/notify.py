@@ -42,6 +42,7 @@ class Outbox:
         }
         self.pauses = dict.fromkeys(self.senders, 0.0)  # seconds; 0 while it accepts them
         self.due = dict.fromkeys(self.senders, 0.0)  # time of the next attempt, by `monotonic`
+        self.slow: set[str] = set()  # ids that failed slowly, which the others need not wait for
 
     def mark(self, event: Fields) -> Fields:
         """Return the field that makes an event one to be notified, before it is recorded."""
@@ -62,9 +63,11 @@ class Outbox:
             if time.monotonic() < self.due[name]:
                 continue
             reason, silence = "", 0.0
-            for group in self._undelivered(name):
+            groups = self._undelivered(name)
+            left = [group[-1]["notify"]["id"] for group in groups]
+            for group in sorted(groups, key=lambda group: group[-1]["notify"]["id"] in self.slow):
                 note, began = group[-1]["notify"], time.monotonic()
-                if reason and note["kind"] == "recovery":
+                if note["kind"] == "recovery" and left[0] != note["id"]:
                     continue  # no recovery arrives before its alarm
                 try:
                     send(notification(group, self.run))
@@ -73,10 +76,12 @@ class Outbox:
                     reason = str(error) if isinstance(error, Undelivered) else type(error).__name__
                     if (spent := time.monotonic() - began) > SLOW:
                         silence = spent  # each of the others would delay the evaluations as long
+                        self.slow.add(note["id"])
                         break
                 else:
                     line = {"event": "notified", "id": note["id"], "to": name}
                     self.history.append(line | {"date": timestamp()})
+                    left.remove(note["id"])
             if bool(reason) != bool(self.pauses[name]):
                 state = f"failed ({reason}); trying again" if reason else "accepts them again"
                 warn(f"notifications: {name} {state}")
