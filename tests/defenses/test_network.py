@@ -171,7 +171,7 @@ def test_images_of_another_size_than_the_network_wants():
         net = timm.models.VisionTransformer(img_size=32, patch_size=8, **small)
         nets[r"\(48\) doesn't match model \(32\)"] = net
     for message, net in nets.items():
-        with pytest.raises(ValueError, match=f"refuses images of 3x48x48: .*{message}; if it wants"):
+        with pytest.raises(ValueError, match=f"images of 3x48x48: .*{message}; if it wants"):
             Single(net.eval())(torch.rand(2, 3, 48, 48))
 
 
