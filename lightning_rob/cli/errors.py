@@ -52,7 +52,7 @@ def shorten_jsonargparse_error(message: str) -> str:
     if given and "expected " in text and "Got value" not in text:
         text += f". Got value: {given[1]:.60}"
     absent = re.search(r"No module named '(\w+)'", text)
-    here = absent and any(Path(absent[1] + ending).exists() for ending in (".py", ""))
+    here = absent and any(Path(absent[1] + ending).exists() for ending in (".py", "/__init__.py"))
     if here and "PYTHONPATH" not in text:
         text += ": it is in this folder, so set PYTHONPATH=."
     missing = " must name a class: its name, or class_path and init_args"
