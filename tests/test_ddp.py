@@ -36,7 +36,7 @@ def evaluate(folder, checkpoint, batch_size, *args):
     attacks["package"] = auto("apgd-ce", "square", reference=True)
     data = {"class_path": "tests.tiny.Blobs", "init_args": {"test_size": 29}}
     callbacks = [
-        robust_eval(attacks, repeats=2, group_size=8),
+        robust_eval(attacks, repeats=2, group_size=16),
         robust_eval({"few": pgd()}, max_images=12),
     ]
     file = recipe(folder, data=data, **{"trainer__callbacks+": callbacks})
@@ -60,7 +60,7 @@ def test_two_processes_and_any_batch_size_leave_the_same_records(trained, tmp_pa
     whole = ("apgd", "arc", "square", "autoattack", "package")
     expected = dict.fromkeys(whole, 29) | {"few": 12, "worst": 12}
     assert {name: line["n"] for name, line in figures.items()} == expected
-    assert figures["apgd"]["group_size"] == 8
+    assert figures["apgd"]["group_size"] == 16
     assert all(0 < figures[name]["accuracy"] < 1 for name in expected)
     assert len(first[1]) == 2
     assert all(other == first for other in others)

@@ -108,19 +108,17 @@ def train_bpda(
     batch_size: int = 32,
     lr: float = 0.01,
     generator: torch.Generator | None = None,
-    progress: Callable[[int], object] = lambda images: None,
 ) -> Trained:
     """Train a network on a transform (mean squared error, Adam); return its best epoch.
 
-    Each epoch samples new parameters for its images. The best epoch is selected on held-out images,
-    whose number `held_out` computes and whose parameters stay.
+    Each epoch samples new parameters for its images. The best epoch is selected on a held-out tenth
+    of the images, whose parameters stay.
 
     Args:
         images: [N, C, H, W] in [0, 1], on the device of the training.
         generator: source of the initial weights, the order and the parameters.
-        progress: called after each step with its number of images.
     """
-    count = held_out(len(images))
+    count = max(1, round(HELD_OUT * len(images)))
     if min(epochs, batch_size, len(images) - count) < 1:
         raise ValueError(
             "epochs and batch_size must be at least 1 and some of the images left to train on, "
@@ -148,17 +146,11 @@ def train_bpda(
             x, params, y = task(train[chosen])
             torch.autograd.backward(mse_loss(net(x, *params), y))
             optimizer.step()
-            progress(len(chosen))
         if (current := _mean_error(net.eval(), tasks)) < error:
             best, error = {key: value.clone() for key, value in net.state_dict().items()}, current
     net.load_state_dict(best)
     identity = _mean_error(lambda x, *params: x, tasks)
     return Trained(net.eval().requires_grad_(False), error, identity)
-
-
-def held_out(count: int) -> int:
-    """Return how many of `count` images the training holds out to select the best epoch."""
-    return max(1, round(HELD_OUT * count))
 
 
 @torch.no_grad()

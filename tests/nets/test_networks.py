@@ -1,5 +1,6 @@
 """One contract for every network; names and counts as published; libraries as references."""
 
+from collections import OrderedDict
 from functools import partial
 
 import pytest
@@ -39,7 +40,7 @@ NETS = {
     "athena": (partial(AthenaCNN, channels=3, size=32, hidden=32), 3, 32),
     "resnet20": (ResNet20, 3, 32),
     "resnet-b": (partial(ResNet, **TINY, shortcut="B"), 3, 32),
-    "preact": (PreActResNet18, 3, 32),
+    "preact": (partial(PreActResNet18, width=16), 3, 32),
     "mobilenet": (MobileNetV1, 3, 32),
     "vgg": (VGG16, 3, 32),
     "wide": (partial(WideResNet, 16, 2), 3, 32),
@@ -64,7 +65,8 @@ def normalised(x):
 
 
 def test_every_network_is_in_the_list():
-    kinds = {type(build()) for build, *_ in NETS.values()} | FIXED_DEPTH | {Normalize}
+    with torch.device("meta"):
+        kinds = {type(build()) for build, *_ in NETS.values()} | FIXED_DEPTH | {Normalize}
     kinds |= {nets.TransformersNet}  # tests/nets/test_hugging_face.py
     assert {kind for kind in vars(nets).values() if isinstance(kind, type)} == kinds
 
@@ -113,9 +115,9 @@ def tv_resnet(depths, features, classes=10):
 def tv_vgg():
     import torchvision.models as tv
 
-    net = tv.vgg16_bn()
-    net.avgpool, net.classifier = nn.Identity(), nn.Linear(512, 10)
-    return net
+    features = tv.vgg.make_layers(tv.vgg.cfgs["D"], batch_norm=True)
+    layers = {"features": features, "flat": nn.Flatten(), "classifier": nn.Linear(512, 10)}
+    return nn.Sequential(OrderedDict(layers))
 
 
 def timm_preact(depths, channels, stem):
@@ -155,7 +157,10 @@ REFERENCES = {
     "resnet-b": (partial(ResNet, **TADV), partial(tv_resnet, [2, 2, 2], 256)),
     "dann-resnet18": (dann_classifier, partial(tv_resnet, [2, 2, 2, 2], 512)),
     "vgg": (VGG16, tv_vgg),
-    "preact": (PreActResNet18, partial(timm_preact, [2, 2, 2, 2], (64, 128, 256, 512), 64)),
+    "preact": (
+        partial(PreActResNet18, width=16),
+        partial(timm_preact, [2, 2, 2, 2], (16, 32, 64, 128), 16),
+    ),
     "wide": (partial(WideResNet, 16, 2), partial(timm_preact, [2, 2, 2], (32, 64, 128), 16)),
     "mobilenet": (MobileNetV1, timm_mobilenet),
 }
