@@ -7,6 +7,7 @@ from lightning_rob.randomness import Generator, normal, uniform
 from lightning_rob.transforms.base import EPS, AlphaTransform, between, over_pixels
 
 MIN_PHOTON = 1e-3  # the paper's smallest alpha
+LARGE_PHOTON = 0.25  # from this value of a photon on, few are counted: sum the probabilities
 BOX_AREA = 0.02
 BOX_RATIO = 0.3
 
@@ -69,7 +70,25 @@ class PoissonNoise(AdditiveNoise):
         photon = max(self.alpha, MIN_PHOTON)
         u = uniform(x, *x.shape[1:], generator=generator)
         clean = x.detach()
-        return (photon * poisson_quantile(u, clean.clamp_min(0) / photon) - clean,)
+        rate = clean.clamp_min(0) / photon
+        few = photon >= LARGE_PHOTON
+        count = summed_poisson_quantile(u, rate, 1 / photon) if few else poisson_quantile(u, rate)
+        return (photon * count - clean,)
+
+
+def summed_poisson_quantile(u: Tensor, rate: Tensor, max_rate: float) -> Tensor:
+    """Compute `poisson_quantile` by summing the probabilities: faster where rates are small."""
+    dtype, rate = u.dtype, rate.double()  # in single precision rounding would hide the tail
+    u = u.to(rate).clamp(2.0**-25, 1 - 2.0**-24)
+    # Before step k of the loop `term` is P(count = k - 1), and `below` P(count < k).
+    term = (-rate).exp()
+    below, count = term.clone(), torch.zeros_like(rate, dtype=torch.float32)
+    # at rates up to 4, counts beyond the last term have a probability below 2^-25
+    for k in range(1, 7 + int(4 * max_rate)):
+        count += (below < u).to(count)
+        term.mul_(rate).mul_(1 / k)
+        below += term
+    return count.to(dtype)
 
 
 def poisson_quantile(u: Tensor, rate: Tensor) -> Tensor:

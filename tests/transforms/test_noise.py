@@ -16,7 +16,7 @@ from lightning_rob.transforms import (
     SpeckleNoise,
     UniformNoise,
 )
-from lightning_rob.transforms.noise import poisson_quantile
+from lightning_rob.transforms.noise import poisson_quantile, summed_poisson_quantile
 from tests.transforms.inputs import generator, streams
 
 X = torch.rand(64, 3, 16, 20, generator=generator())
@@ -106,6 +106,15 @@ def test_boxes_to_erase():
     assert 0.25 < ratio.min() < 0.33
     assert 2.9 < ratio[free].max() < 3.8
     assert abs((ratio < 1).double().mean() - 0.5) < 0.06
+
+
+@pytest.mark.parametrize("largest", [0.5, 4.0])
+def test_summed_quantile_is_the_quantile(largest):
+    u, rate = torch.rand(2, 100_000, generator=generator(), dtype=torch.float64)
+    u[:4] = torch.tensor([0.0, 1.0, 2.0**-24, 1 - 2.0**-24])
+    rate = largest * rate
+    rate[:8:2], rate[1:9:2] = largest, 0.0
+    assert torch.equal(summed_poisson_quantile(u, rate, largest), poisson_quantile(u, rate))
 
 
 def test_what_noise_does():
