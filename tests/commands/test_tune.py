@@ -21,7 +21,8 @@ from lightning_rob.commands.tune.study import (
     below_median,
     read_trials,
 )
-from tests.forked import Forked
+from lightning_rob.runtime import spread
+from tests.forked import Forked, forked_child
 from tests.tiny import ROOT, arc, pgd, recipe, robust_eval, run
 
 LR = "model.init_args.optimizer.init_args.lr"
@@ -169,7 +170,7 @@ def test_rounds_of_parts_are_the_same_search_and_a_part_that_died_is_a_failed_tr
 def test_the_command_in_rounds(kind, tmp_path, monkeypatch, capfd):
     if kind == "ray":
         pytest.importorskip("ray")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setattr(spread, "run_child", forked_child)
     run("tune", *files(tmp_path), "--trials=2", f"--{kind}=2", "--allow-import=tests")
     assert "of 2; untuned: " in capfd.readouterr().out
     trials = [trial for _, trial in read_trials(tmp_path / "out/trials.jsonl")]
