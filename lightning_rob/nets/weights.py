@@ -47,13 +47,11 @@ def load_weights(
         FileNotFoundError: there is no such file.
         ValueError: not a checkpoint, none or several such networks, or weights that are not finite.
     """
-    candidates = _candidates(net, path, rename, drop)
-    part = _part_in_file(net, candidates)
-    matches = _matches(part, candidates, path, prefix)
-    if len(matches) > 1:
-        several = f"holds several {type(part).__name__}: pass prefix= one of {_listed(matches)}"
+    part, tensors, places = _search(net, path, prefix, rename, drop)
+    if len(places) > 1:
+        several = f"holds several {type(part).__name__}: pass prefix= one of {_listed(places)}"
         raise ValueError(f"{path} {several}")
-    state = _under(candidates, matches[0])
+    state = _under(tensors, places[0])
     if nonfinite := [name for name, entry in state.items() if not entry.isfinite().all()]:
         raise ValueError(f"{path}: {len(nonfinite)} weights are not finite, as {nonfinite[0]}")
     part.load_state_dict(state)
@@ -76,8 +74,7 @@ def member_prefixes(
         rename: as in `load_weights`.
         drop: as in `load_weights`.
     """
-    candidates = _candidates(net, path, rename, drop)
-    places = _matches(_part_in_file(net, candidates), candidates, path, prefix)
+    _, _, places = _search(net, path, prefix, rename, drop)
     ensembles = []
     for zero in (zero for place in places for zero in re.finditer(r"(?<!\d)0(?!\d)", place)):
         # Each 0 in a place may be the member's number: count how far it goes up.
@@ -137,6 +134,37 @@ def named_tensors(tree: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
         yield from named_tensors(child, f"{name}.{key}" if name else str(key))
 
 
+def _search(
+    net: nn.Module,
+    path: str | os.PathLike[str],
+    prefix: str | None,
+    rename: Mapping[str, str] | None,
+    drop: Sequence[str],
+) -> tuple[nn.Module, State, list[str]]:
+    """Return the part of a network that a file holds, the file's tensors, and where it fits.
+
+    The part is the network, or the one module behind its normalisation.
+    """
+    tensors, children = _candidates(net, path, rename, drop), list(net.children())
+    inside = [child for child in children if not isinstance(child, Normalize)]
+    parts = [net, *(inside if len(inside) == 1 < len(children) else [])]
+    counted = [(part, _prefixes(tensors, _required(part))) for part in parts]
+    part, found = max(counted, key=lambda one: max(one[1].values(), default=0))
+    # "members.0" names state_dict.members.0 as well as members.0.net.
+    asked = [place for place in found if prefix in (None, place) or f".{prefix}." in f".{place}."]
+    fits = [p for p in asked or found if not _differences(part, _under(tensors, p))]
+    if fits and asked:
+        return part, tensors, fits
+    kind = type(part).__name__
+    if fits:
+        known = f"pass prefix= one of {_listed(fits)}"
+        raise ValueError(f"{path} has no {kind} under {prefix!r}: {known}")
+    nearest = max(asked or found or [""], key=found.__getitem__)
+    where = f" (under {nearest!r})" if nearest else ""
+    differences = _differences(part, _under(tensors, nearest))
+    raise ValueError(f"{path}{where} does not fit {kind}: {differences}")
+
+
 def _candidates(
     net: nn.Module,
     path: str | os.PathLike[str],
@@ -191,32 +219,6 @@ def _check_statistics(net: nn.Module, names: tuple[str, str], values: Tensor, pa
         f"{path} normalises by mean {mean} and std {std} ({names[0]}), {type(net).__name__} {does}:"
         f" build it with these, or pass drop={parts} to ignore them"
     )
-
-
-def _part_in_file(net: nn.Module, tensors: State) -> nn.Module:
-    """Return the network, or the one module behind its normalisation if the file holds that."""
-    children = list(net.children())
-    inside = [child for child in children if not isinstance(child, Normalize)]
-    parts = [net, *(inside if len(inside) == 1 < len(children) else [])]
-    counts = [max(_prefixes(tensors, _required(part)).values(), default=0) for part in parts]
-    return parts[counts.index(max(counts))]
-
-
-def _matches(net: nn.Module, tensors: State, path: object, prefix: str | None) -> list[str]:
-    """Return the prefixes under which the network fits; raise ValueError if there are none."""
-    kind, found = type(net).__name__, _prefixes(tensors, _required(net))
-    # "members.0" names state_dict.members.0 as well as members.0.net.
-    asked = [place for place in found if prefix in (None, place) or f".{prefix}." in f".{place}."]
-    fits = [p for p in asked or found if not _differences(net, _under(tensors, p))]
-    if fits and asked:
-        return fits
-    if fits:
-        known = f"pass prefix= one of {_listed(fits)}"
-        raise ValueError(f"{path} has no {kind} under {prefix!r}: {known}")
-    nearest = max(asked or found or [""], key=found.__getitem__)
-    where = f" (under {nearest!r})" if nearest else ""
-    differences = _differences(net, _under(tensors, nearest))
-    raise ValueError(f"{path}{where} does not fit {kind}: {differences}")
 
 
 def _required(net: nn.Module) -> State:

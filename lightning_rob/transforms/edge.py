@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lightning_rob.transforms.base import Transform
 
@@ -37,6 +38,15 @@ class Sobel(Transform):
     """Compute the length of the gradient, stretched to [0, 1]; the border is repeated."""
 
     def apply(self, x: Tensor) -> Tensor:
-        from kornia.filters import sobel
+        return stretch(sobel(x))
 
-        return stretch(sobel(x, normalized=True, eps=1e-6))
+
+def sobel(x: Tensor) -> Tensor:
+    """Compute kornia's `sobel(x, normalized=True, eps=1e-6)`, [B, C, H, W], in half of its time."""
+    p = pad(x, [1] * 4, "replicate")
+    # Each kernel is separable: a sum along one side and a difference along the other.
+    columns = p[:, :, :-2] + 2 * p[:, :, 1:-1] + p[:, :, 2:]
+    rows = p[..., :-2] + 2 * p[..., 1:-1] + p[..., 2:]
+    across = (columns[..., 2:] - columns[..., :-2]) / 8
+    down = (rows[:, :, 2:] - rows[:, :, :-2]) / 8
+    return (across * across + down * down + 1e-6).sqrt()

@@ -1,12 +1,14 @@
-"""Edges against scipy."""
+"""Edges against scipy and kornia."""
 
 import numpy as np
 import pytest
 import torch
+from kornia.filters import sobel as kornia_sobel
 from scipy import ndimage
 
 from lightning_rob.transforms import Laplacian, Sobel
-from tests.transforms.inputs import X
+from lightning_rob.transforms.edge import sobel
+from tests.transforms.inputs import X, assert_same
 
 
 def stretched(z):
@@ -41,3 +43,7 @@ def test_each_image_fills_the_range(kind):
     assert torch.allclose(y.amax((1, 2, 3)), torch.ones(2).double(), atol=1e-4)
     # an exact power of two, so that nothing is left of a flat image
     assert torch.allclose(kind()(torch.full((1, 3, 6, 6), 0.5)), torch.tensor(0.5), atol=1e-6)
+
+
+def test_sobel_is_that_of_kornia():
+    assert_same(sobel, lambda x: kornia_sobel(x, normalized=True, eps=1e-6), X)
