@@ -6,6 +6,7 @@ import re
 from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from lightning_rob.attacks.nested import walk
 from lightning_rob.callbacks.base import EvaluationCallback
 from lightning_rob.cli.lightning_cli import RobustCLI
 from lightning_rob.data import ImageData
+from lightning_rob.evaluation.evaluator import Evaluator
 from lightning_rob.nets import PreActResNet18, ResNet20, SmallCNN, ZooNet
 from lightning_rob.recipes.plugins import expand
 from lightning_rob.threat import Threat, pixels
@@ -105,6 +107,21 @@ def few_directions(monkeypatch):
     monkeypatch.setattr("lightning_rob.evaluation.columns.FEWEST_PAIRS", 4)
 
 
+@pytest.fixture
+def attacked_unchecked(monkeypatch):
+    """Images under each attack are checked in `test_recipe_runs`; plug-ins have many attacks."""
+    check = Evaluator._check
+
+    def of_clean(self, name, *images):
+        if name == "clean":
+            check(self, name, *images)
+
+    monkeypatch.setattr(Evaluator, "_check", of_clean)
+
+
+MANY_ATTACKS = pytest.mark.usefixtures("attacked_unchecked")
+
+
 def content_of(file):
     return yaml.safe_load(file.read_text())
 
@@ -121,14 +138,23 @@ def plugged(file):
     return callback
 
 
+@cache
+def class_folders(count):
+    """Return a folder of as many empty ones, which all recipes share: to delete them takes long."""
+    root = Path(mkdtemp(dir=Path.cwd()))
+    for k in range(count):
+        (root / f"{k:04}").mkdir()
+    return root
+
+
 def make_folders(file):
     """Create the folders of the classes, where a recipe reads image files."""
     data = content_of(file)["data"]
     if data["class_path"] == "Images":
         root = Path(data["init_args"]["root"])
+        root.mkdir(parents=True)
         for part in ("train", "val"):
-            for k in range(1000 if root.name == "imagenet" else 10):
-                (root / part / f"{k:04}").mkdir(parents=True)
+            (root / part).symlink_to(class_folders(1000 if root.name == "imagenet" else 10))
 
 
 MOST = {  # largest value of each option
@@ -276,6 +302,7 @@ def names_in(folder):
     return {json.loads(line)["name"] for line in lines}
 
 
+@MANY_ATTACKS
 @pytest.mark.parametrize("files", [CALLBACKS[i::6] for i in range(6)], ids=lambda p: p[0].stem)
 def test_callbacks_plug_into_a_recipe(files, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -291,6 +318,7 @@ def test_callbacks_plug_into_a_recipe(files, tmp_path, monkeypatch):
         assert kind.endswith(content["class_path"])
 
 
+@MANY_ATTACKS
 def test_plugins_add_up_and_an_attack_in_several_runs_once(tmp_path):
     plain = recipe(tmp_path, **{"trainer__callbacks+": [], "model__init_args__monitor": None})
     plugins = [f"--trainer.callbacks+={name}" for name in ("adaptive_pgd", "rec_suite")]
@@ -303,6 +331,7 @@ def test_plugins_add_up_and_an_attack_in_several_runs_once(tmp_path):
     assert {"arc", "climb"} <= {*worst["over"]}
 
 
+@MANY_ATTACKS
 @pytest.mark.parametrize("file", [p for p in RT_ONLY if p.stem != "rt_best"], ids=lambda p: p.stem)
 def test_callback_plugs_into_random_transforms(file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -318,6 +347,7 @@ def test_callback_plugs_into_random_transforms(file, tmp_path, monkeypatch):
     run("fit", "--config", written(plain, "plain.yaml"), EMBEDDED, *small, *SMALL, plugin)
 
 
+@MANY_ATTACKS
 @pytest.mark.parametrize("file", VOTERS, ids=lambda p: p.stem)
 def test_callback_plugs_into_transformation_ensembles(file, tmp_path, monkeypatch):
     """Three sub-models of random weights; two images, few steps."""

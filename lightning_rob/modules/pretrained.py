@@ -20,7 +20,7 @@ class PretrainedEnsemble(RobustModule):
     Args:
         nets: builds a network, [B, C, H, W] -> [B, K]: one factory per member, or one for all.
         checkpoints: a path per member, null where `nets` loads the weights itself; or one path to
-            an ensemble whose members are numbered (`members.0` …, `model0` …) in the file. None:
+            an ensemble of one kind, numbered (`members.0` …, `model0` …) in the file. None:
             `nets` loads all weights.
         members: number of members M, the first ones of a larger ensemble in one file. None infers
             it from the other arguments.
@@ -29,7 +29,6 @@ class PretrainedEnsemble(RobustModule):
             part of that key; a list has one per member, null to search for it.
         rename: as in `load_weights`, for all members.
         drop: as in `load_weights`, for all members.
-        normalizer: as in `load_weights`, for all members.
         rule: turns the members' logits into a prediction.
         defense: network -> defense, such as DENT, for a single network; None builds an ensemble.
     """
@@ -43,7 +42,6 @@ class PretrainedEnsemble(RobustModule):
         prefix: list[str | None] | str | None = None,
         rename: dict[str, str] | None = None,
         drop: list[str] | None = None,
-        normalizer: str | None = None,
         rule: Rule = random_member,
         defense: Callable[[nn.Module], Defense] | None = None,
     ) -> None:
@@ -61,8 +59,8 @@ class PretrainedEnsemble(RobustModule):
         if isinstance(checkpoints, str):
             if isinstance(prefix, list):
                 raise ValueError(f"one checkpoint for all needs one prefix, got {prefix}")
-            examples = [make() for make in nets] if isinstance(nets, list) else [nets()]
-            found = member_prefixes(examples, checkpoints, prefix, **names)
+            example = nets[0]() if isinstance(nets, list) else nets()
+            found = member_prefixes(example, checkpoints, prefix, **names)
             # A run that was stopped early also saves members with random weights.
             found = found[: started_members(checkpoints)]
             if count is not None and len(found) < count:
@@ -80,7 +78,7 @@ class PretrainedEnsemble(RobustModule):
         for make, path, key in zip(*columns, strict=True):
             built.append(net := make())
             if path is not None:
-                load_weights(net, path, key, normalizer=normalizer, **names)
+                load_weights(net, path, key, **names)
                 continue
             # A factory that loads trained weights builds the same network twice.
             pairs = zip(net.state_dict().values(), make().state_dict().values(), strict=True)

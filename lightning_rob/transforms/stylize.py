@@ -40,24 +40,10 @@ class ColorJitter(AlphaTransform):
 
     def apply(self, x: Tensor, amount: Tensor, order: Tensor) -> Tensor:
         x = raised(x, EPS)
-        if torch.compiler.is_exporting():  # shapes must not depend on values
-            for kind in order.unbind(1):
-                affine, in_hsv = _adjust_affine(x, amount, kind), _adjust_hsv(x, amount, kind)
-                x = raised(clip(torch.where(over_pixels(kind < 2), affine, in_hsv), 0, 1), EPS)
-            return x
-        rows = torch.arange(len(x), device=x.device)  # the image in each row of x
         for kind in order.unbind(1):
-            # sorted, so that only the images whose turn it is pay for the conversion to HSV
-            in_hsv, resorted = (kind[rows] >= 2).sort(stable=True)
-            x, rows = x.index_select(0, resorted), rows[resorted]
-            first = len(rows) - int(in_hsv.sum())
-            own, change = amount[rows], kind[rows]
-            parts = (
-                _adjust_affine(x[:first], own[:first], change[:first]),
-                _adjust_hsv(x[first:], own[first:], change[first:]),
-            )
-            x = raised(clip(torch.cat(parts), 0, 1), EPS)
-        return x.index_select(0, rows.argsort())
+            affine, in_hsv = _adjust_affine(x, amount, kind), _adjust_hsv(x, amount, kind)
+            x = raised(clip(torch.where(over_pixels(kind < 2), affine, in_hsv), 0, 1), EPS)
+        return x
 
 
 def _adjust_affine(x: Tensor, amount: Tensor, kind: Tensor) -> Tensor:

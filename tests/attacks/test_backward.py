@@ -66,7 +66,7 @@ def basic(block):
 
 def pre(block):
     """Activations first; the shortcut of a block that changes shapes leaves after the first."""
-    skip = block.shortcut if hasattr(block, "shortcut") else block.convShortcut
+    skip = block.shortcut if block.convShortcut is None else block.convShortcut
 
     def rest(z, relu):
         return block.conv2(relu(block.bn2(block.conv1(z))))

@@ -21,8 +21,9 @@ from lightning_rob.commands.tune.study import (
     below_median,
     read_trials,
 )
-from tests.forked import Forked
-from tests.tiny import ROOT, arc, pgd, recipe, robust_eval, run, shell
+from lightning_rob.runtime import spread
+from tests.forked import Forked, forked_child
+from tests.tiny import ROOT, arc, pgd, recipe, robust_eval, run
 
 LR = "model.init_args.optimizer.init_args.lr"
 WIDTH = "model.init_args.net.init_args.width"
@@ -166,17 +167,17 @@ def test_rounds_of_parts_are_the_same_search_and_a_part_that_died_is_a_failed_tr
 
 
 @pytest.mark.parametrize("kind", ["workers", pytest.param("ray", marks=pytest.mark.slow)])
-def test_the_command_in_rounds(kind, tmp_path):
+def test_the_command_in_rounds(kind, tmp_path, monkeypatch, capfd):
     if kind == "ray":
         pytest.importorskip("ray")
-    done = shell("tune", *files(tmp_path), "--trials=3", f"--{kind}=2", "--allow-import=tests")
-    assert done.returncode == 0, done.stderr
-    assert "of 3; untuned: " in done.stdout
+    monkeypatch.setattr(spread, "run_child", forked_child)
+    run("tune", *files(tmp_path), "--trials=2", f"--{kind}=2", "--allow-import=tests")
+    assert "of 2; untuned: " in capfd.readouterr().out
     trials = [trial for _, trial in read_trials(tmp_path / "out/trials.jsonl")]
-    assert [(t.number, t.error) for t in trials] == [(0, None), (1, None), (2, None)]
-    again = shell("tune", *files(tmp_path), "--trials=3", "--allow-import=tests")
-    assert f"of 3; untuned: {trials[0].objective:.4g}" in again.stdout
-    assert len([*read_trials(tmp_path / "out/trials.jsonl")]) == 3
+    assert [(t.number, t.error) for t in trials] == [(0, None), (1, None)]
+    run("tune", *files(tmp_path), "--trials=2", "--allow-import=tests")
+    assert f"of 2; untuned: {trials[0].objective:.4g}" in capfd.readouterr().out
+    assert len([*read_trials(tmp_path / "out/trials.jsonl")]) == 2
 
 
 def test_the_same_point_twice_counts_by_its_mean_and_pending_ones_as_average(tmp_path):
