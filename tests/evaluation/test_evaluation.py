@@ -35,7 +35,6 @@ from lightning_rob.evaluation.protocol import AttackerDefenderSession
 from lightning_rob.metrics import robust_accuracy, wilson
 from lightning_rob.modules import AdversarialTraining
 from lightning_rob.rules import majority, mean_probs
-from lightning_rob.tables import table_text
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import GaussianNoise, HorizontalFlip
 from tests.audit.planted import Through
@@ -349,20 +348,6 @@ def test_randomness_is_looked_for_in_every_group():
     assert callback.result.random
 
 
-def test_the_worst_of_a_game_is_over_all_callbacks():
-    strong = PGD(Threat("linf", 1.0), 3, 0.5)
-    torch.manual_seed(0)
-    module = AdversarialTraining(lambda: linear(inputs=192), defense=Whim)
-    callbacks = [RobustEval({"strong": strong}), RobustEval({"weak": NOTHING}, max_images=20)]
-    evaluate(module, *callbacks)
-    worst = callbacks[0].results[-1]
-    assert worst.details["over"] == ["strong", "weak"]
-    assert (worst.n, worst.details["images"]) == (20, "those that all attacks have")
-    caption = " ".join(table_text("", [worst]).split())
-    assert "worst: on 20 images, those that all attacks have" in caption
-    assert worst.accuracy < callbacks[0].results[3].accuracy
-
-
 class Clashing(Blobs):
     """Two sets in one, each numbered from 0."""
 
@@ -420,14 +405,3 @@ def test_which_images_count(data, options, limits, group_size, images):
     result, index = callback.results[0], callback.result.index.tolist()
     assert (result.details["group_size"], result.n) == (group_size, len(set(index)))
     assert images[0] <= result.n <= images[1]
-
-
-def test_some_images_of_a_stream_are_a_random_choice():
-    chosen = []
-    for seed in (0, 0, 1):
-        few = RobustEval({"pgd": NOTHING}, max_images=5, seed=seed)
-        evaluate(AdversarialTraining(TinyNet), few, data=Endless())
-        chosen.append(few.result.index.tolist())
-    assert len(set(chosen[0])) == 5
-    assert max(chosen[0]) > 8  # of any batch
-    assert chosen[0] == chosen[1] != chosen[2]
