@@ -23,7 +23,6 @@ from lightning_rob.rules import majority
 from lightning_rob.runtime.identity import (
     attack_spec,
     cache_key,
-    check_describable,
     fingerprint,
 )
 from lightning_rob.threat import Threat
@@ -198,7 +197,6 @@ def test_a_fingerprint_covers_the_code_of_torchscript():
     ids=str,
 )
 def test_odd_values_have_a_description(value):
-    check_describable(value)
     assert cache_key(value=value) == cache_key(value=value) != cache_key(value=None)
 
 
@@ -236,9 +234,6 @@ def test_an_object_without_description_is_equal_to_none_of_another_process():
     function = lambda x: x + 1  # noqa: E731
     assert cache_key(a=function) == cache_key(a=function) != cache_key(a=lambda x: x + 1)
     assert cache_key(a=1, b=(2, None)) == cache_key(b=(2, None), a=1)
-    with pytest.raises(ValueError, match="make it a frozen dataclass"):
-        check_describable([Opaque()])
-    check_describable(PLAIN)
 
 
 def test_code_without_a_file_is_equal_to_none_of_another_process():
@@ -246,8 +241,6 @@ def test_code_without_a_file_is_equal_to_none_of_another_process():
     exec("class Cell: pass\ndef act(x): return x", notebook)
     for value in (notebook["Cell"](), notebook["act"]):
         assert cache_key(a=value) != cache_key(a=value)
-        with pytest.raises(ValueError, match="a named function of a file"):
-            check_describable(value)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """The images of a validation or test, each once: canonical groups, rounds, or a stream."""
 
-import secrets
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -20,7 +19,6 @@ from lightning_rob.evaluation.evaluator import (
 )
 from lightning_rob.evaluation.groups import (
     Batch,
-    GroupQueue,
     Unpack,
     canonical_groups,
     choose,
@@ -136,7 +134,9 @@ class Images:
         elif self.protocol is not None:
             found = self.protocol.rounds(self.loader, positions, *share, unpack)
         else:
-            found = self._groups(canonical_groups(positions, self.settings.group_size))
+            groups = canonical_groups(positions, self.settings.group_size)
+            groups = groups[trainer.global_rank :: trainer.world_size]
+            found = zip(groups, group_loader(self.loader, groups), strict=True)
         for places, batch in found:
             x, y, index = with_index(self._transferred(batch), places, unpack)
             yield x.to(self._dtype), y, index
@@ -209,18 +209,6 @@ class Images:
         limits: Any = self.trainer.num_test_batches if testing else self.trainer.num_val_batches
         finite = len(limits) > self.place and limits[self.place] != float("inf")
         return int(limits[self.place]) if finite else None
-
-    def _groups(self, groups: list[Tensor]) -> Iterator[tuple[Tensor, Any]]:
-        """Yield positions and batches; each process takes the next group when it is ready."""
-        trainer = self.trainer
-        if trainer.world_size == 1:
-            yield from zip(groups, group_loader(self.loader, groups), strict=True)
-            return
-        # The store that counts outlives the queue, so that each queue needs a name of its own.
-        key = trainer.strategy.broadcast(secrets.token_hex(8))
-        queue = GroupQueue(groups, key, trainer.global_rank, trainer.world_size)
-        for number, batch in enumerate(group_loader(self.loader, queue)):
-            yield queue.taken[number], batch
 
     def result(self, evaluator: Evaluator) -> EvaluationResult:
         """Return the scores of these images on all processes; every process has to call it."""

@@ -18,7 +18,6 @@ from lightning_rob.defenses.transductive import (
 )
 from lightning_rob.nets.dann import reversed_gradient
 from lightning_rob.objectives import classification_loss
-from lightning_rob.rules import Rule, mean_probs
 
 
 def check_parts(net: nn.Module) -> None:
@@ -83,10 +82,9 @@ class DANN(Retraining):
         optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = torch.optim.Adam,
         lr_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
         augment: Sequence[Augment] = (),
-        rule: Rule = mean_probs,
     ) -> None:
         check_parts(net)
-        super().__init__(net, source, epochs, batch_size, optimizer, lr_scheduler, augment, rule)
+        super().__init__(net, source, epochs, batch_size, optimizer, lr_scheduler, augment)
         if scale < 0:
             raise ValueError(f"scale must not be negative, got {scale}")
         self.scale = scale

@@ -19,7 +19,6 @@ from lightning_rob.defenses.transductive import (
 )
 from lightning_rob.objectives import check_labels, cross_entropy
 from lightning_rob.randomness import Generator
-from lightning_rob.rules import Rule, mean_probs
 
 # to a Tensor; jsonargparse takes Tensor to mean a factory
 TrainingAttack = Callable[[Defense, Tensor, Tensor, Generator], Any]
@@ -55,9 +54,8 @@ class TADV(Retraining):
         optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = torch.optim.Adam,
         lr_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
         augment: Sequence[Augment] = (),
-        rule: Rule = mean_probs,
     ) -> None:
-        super().__init__(net, source, epochs, batch_size, optimizer, lr_scheduler, augment, rule)
+        super().__init__(net, source, epochs, batch_size, optimizer, lr_scheduler, augment)
         if not 0 < fraction <= 1:
             raise ValueError(f"fraction must be in (0, 1], got {fraction}")
         self.attack = attack

@@ -86,7 +86,6 @@ class _Digests:
     def __init__(self) -> None:
         # Values are held beside their digests, so that their ids stay their own.
         self._known: dict[int, tuple[Any, str]] = {}
-        self.opaque: list[Any] = []  # values without a description, each equal to no other
 
     def of(self, value: Any) -> str:
         if value is None or isinstance(value, bool | int | float | complex | str | bytes):
@@ -127,7 +126,7 @@ class _Digests:
         except (TypeError, ValueError, RuntimeError):  # text, sparse, lazy
             if isinstance(value, np.ndarray):
                 return [value.dtype.str, list(value.shape), self.of(value.tolist())]
-            return self._array(value.to_dense()) if value.is_sparse else self._unknown(value)
+            return self._array(value.to_dense()) if value.is_sparse else uuid4().hex
 
     def _routine(self, value: Any) -> Any:
         wrapped = getattr(value, "__wrapped__", None)  # by a decorator such as functools.cache
@@ -147,9 +146,9 @@ class _Digests:
         return parts
 
     def _source(self, value: Any) -> str:
-        # A class or function of a notebook has no file.
+        # A class or function of a notebook has no file: no other process gives it this digest.
         found = getattr(sys.modules.get(value.__module__), "__file__", None)
-        return _sources(value.__module__) if found else self._unknown(value)
+        return _sources(value.__module__) if found else uuid4().hex
 
     def _object(self, value: Any) -> Any:
         kind = self.of(type(value))
@@ -168,11 +167,7 @@ class _Digests:
             return [kind, self.of({f.name: getattr(value, f.name) for f in fields(value)})]
         if isinstance(getattr(value, "__dict__", None), dict) and vars(value):
             return [kind, self.of(_arguments(value))]
-        return [kind, self._unknown(value) if " at 0x" in repr(value) else repr(value)]
-
-    def _unknown(self, value: Any) -> str:
-        self.opaque.append(value)
-        return uuid4().hex  # no other process produces it
+        return [kind, uuid4().hex if " at 0x" in repr(value) else repr(value)]
 
 
 def _hashed(parts: Any) -> str:
@@ -260,15 +255,3 @@ def fingerprint(module: nn.Module) -> str:
 def cache_key(**circumstances: Any) -> str:
     """Return a name for all that a stored result depends on; of modules give `fingerprint`."""
     return _hashed(_Digests().of(circumstances))[:DIGITS]
-
-
-def check_describable(value: Any) -> None:
-    """Raise ValueError where a value has no description, so that a cache would never find it."""
-    digests = _Digests()
-    digests.of(value)
-    if digests.opaque:
-        raise ValueError(
-            f"files in a cache are named after what they depend on, and {value!r} does not tell "
-            "what it does: make it a frozen dataclass or a named function of a file, or give no "
-            "cache"
-        )

@@ -70,7 +70,6 @@ SOURCE = images(64, seed=3)
 QUICK = {"source": SOURCE, "epochs": 1, "batch_size": 16}
 ADAPTING = {
     "dent": partial(DENT, steps=2),
-    "dent-batch": partial(DENT, steps=2, statistics="batch"),
     "rmc": partial(RMC, attack=WEAK, neighbours=16, **QUICK),
     "rmc-stateless": partial(RMC, neighbours=16, stateful=False, **QUICK),
     "dann": partial(DANN, **QUICK),
@@ -370,7 +369,7 @@ OUT_OF_RANGE = {
     "dann": {"epochs": 0, "batch_size": 0, "scale": -0.1},
     "tadv": {"epochs": 0, "batch_size": 0, "fraction": 1.5},
     "urejectron": {"tau": 1.5, "epochs": 0, "batch_size": 0, "source_size": 0},
-    "dent": {"steps": 0, "statistics": "both"},
+    "dent": {"steps": 0},
 }
 WRONG = [(name, *pair) for name, given in OUT_OF_RANGE.items() for pair in given.items()]
 

@@ -10,11 +10,10 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from lightning_rob import PGD, Ensemble, Foreign, RobustEval, Single, Strongest, Threat, evaluate
+from lightning_rob import PGD, Ensemble, RobustEval, Single, Strongest, Threat, evaluate
 from lightning_rob.attacks import Attack, MinimalNorm
 from lightning_rob.defenses import DENT
 from lightning_rob.evaluation import EvaluationResult, RoundProtocol
-from lightning_rob.evaluation.result_file import read_result_file
 from lightning_rob.evaluation.store import PerImageRows
 from lightning_rob.metrics import paired, wilson
 from lightning_rob.modules import AdversarialTraining
@@ -157,14 +156,6 @@ class Noise(nn.Module):
         return x + 0.5 * torch.randn_like(x)
 
 
-def test_several_inferences_of_a_random_defense_have_an_interval_of_their_own():
-    noisy = Single(nn.Sequential(net(), nn.Dropout(0.0), Noise()))
-    found = evaluate(noisy, ATTACKS, DataLoader(data(), 50), inferences=4, progress=False)
-    assert found.scores.shape == (50, 3, 4)
-    assert found.random
-    assert found.covers == "images and inferences"
-
-
 def test_resubmission_of_an_ensemble_is_exact():
     defense = Ensemble([net(0), net(1)], [0.8, 0.2])
     found = evaluate(defense, ATTACKS, DataLoader(data(), 50), progress=False)
@@ -251,16 +242,6 @@ def test_a_killed_evaluation_resumes_at_the_attack_it_had_reached(tmp_path):
     expected = evaluate(net(), {"a": Stopping(), "b": Stopping()}, batches, **settings)
     assert torch.equal(found.scores, expected.scores)
     assert not list(tmp_path.glob("*/*.jsonl"))
-
-
-def test_saved_scores_can_be_read(tmp_path):
-    found = evaluate(net(), ATTACKS, DataLoader(data(), 50), progress=False)
-    found.save(tmp_path / "run.csv")
-    read = read_result_file(tmp_path / "run.csv")
-    assert torch.equal(read.index, found.index)
-    for name in ("clean", "weak", "pgd", "worst"):
-        torch.testing.assert_close(read.scores[name], found.per_image(name), rtol=0, atol=1e-6)
-    assert read.card["attacks"]["pgd"]["attack"]["class_path"] == "lightning_rob.PGD"
 
 
 def test_nothing_is_left_behind():
@@ -368,28 +349,6 @@ def test_the_strongest_attack_has_a_threat_if_it_is_that_of_all():
     worst = evaluate(net(), far, batches).measurement("worst").details
     assert "threat" not in worst
     assert worst["ball"] == "several"
-
-
-def test_worst_over_balls_of_several_norms_is_their_union():
-    """Tramèr and Boneh 2019: an image counts if no attack of any ball changes its prediction."""
-    attacks = {
-        "linf": PGD(Threat("linf", 0.03), 5, 0.015),
-        "l2": PGD(Threat("l2", 0.3), 5, 0.15),
-        "l1": Foreign(Threat(1, 4.0), darkest_pixels),
-    }
-    predicted = TensorDataset(x := data().tensors[0], net()(x).argmax(1))
-    found = evaluate(net(), attacks, DataLoader(predicted, 50), progress=False)
-    union = torch.stack([found.per_image(name) for name in attacks]).amin(0)
-    union = torch.minimum(union, found.per_image("clean"))
-    assert torch.equal(found.per_image("worst"), union)
-    assert all(union.mean() < found.accuracy(name) for name in attacks)
-    assert found.measurement("worst").details["ball"] == "several"
-
-
-def darkest_pixels(model, x, y):
-    """Make the four darkest values of each image white: an l1 distance of at most 4."""
-    flat = x.flatten(1)
-    return flat.scatter(1, flat.topk(4, largest=False).indices, 1.0).view_as(x)
 
 
 def test_images_of_equal_index_are_refused():

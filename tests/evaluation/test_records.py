@@ -2,7 +2,6 @@
 
 import math
 
-import pytest
 import torch
 
 from lightning_rob.attacks import (
@@ -68,10 +67,3 @@ def test_the_schema_finds_what_is_wrong():
         assert list(problems(right | change, JSON_SCHEMA)), change
     assert list(problems({k: v for k, v in right.items() if k != "interval"}, JSON_SCHEMA))
     assert JSON_SCHEMA["properties"]["schema"]["const"] == SCHEMA == REPORT_READS
-
-
-def test_pandas_reads_records(tmp_path):
-    pandas = pytest.importorskip("pandas")
-    result = Result("pgd", 0.25, (0.125, 0.5), 8, 1.5, {"stage": "test"})
-    append_records(tmp_path / "a.jsonl", [result.record()])
-    assert pandas.read_json(tmp_path / "a.jsonl", lines=True)["accuracy"].tolist() == [0.25]

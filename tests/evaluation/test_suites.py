@@ -189,10 +189,3 @@ def test_auto_says_what_to_use_where_no_member_has_a_gradient():
     defense = TransformEnsemble([trained_net(1)] * 2, ["quantize_4_colors", "quantize_8_colors"])
     with pytest.raises(TypeError, match=r"no member has a gradient, of quantize.*or Square"):
         Auto(THREAT, 100)(defense, *images(2))
-
-
-def test_auto_on_many_members():
-    """Too many for the climb in these passes: ARC takes its place."""
-    defense = Ensemble([SmallCNN(4, 3, 10) for _ in range(10)])
-    x = torch.rand(2, 3, 8, 8)
-    Auto(THREAT, 1000)(defense, x, defense(x).argmax(1))

@@ -8,7 +8,6 @@ from datetime import timedelta
 import pytest
 import torch
 from matplotlib import pyplot as plt
-from torchmetrics import MetricCollection, MetricTracker
 
 from lightning_rob.metrics import (
     GradientSpread,
@@ -160,19 +159,6 @@ def test_plots(name):
     figure.canvas.draw()
     assert axes.lines
     plt.close("all")
-
-
-@every_metric
-def test_a_tracker_and_a_collection_take_it(name):
-    tracker = MetricTracker(METRICS[name][0]())
-    for rows in ALL.split(20):
-        tracker.increment()
-        tracker.update(*part_of(name, rows))
-    assert tracker.n_steps == 2
-    assert isinstance(tracker.maximize, bool)
-    collection = MetricCollection({name: METRICS[name][0]()})
-    collection.update(*part_of(name, ALL))
-    assert set(collection.compute())
 
 
 @every_metric

@@ -18,7 +18,6 @@ from lightning_rob.metrics import (
     paired_p,
     student,
     wilson,
-    wilson_over_draws,
 )
 from lightning_rob.metrics.gaffke import p_at_most
 
@@ -66,14 +65,6 @@ def test_student_is_scipys(values, level):
     assert student([0.25] * len(values), level) == (0.25, 0.25)
     with pytest.raises(ValueError, match="two"):
         student(values[:1])
-
-
-def test_an_interval_over_draws_is_wider_and_that_of_one_is_wilsons():
-    assert wilson_over_draws([0.4], 50) == wilson(0.4, 50)
-    low, high = wilson_over_draws([0.3, 0.5], 50)
-    assert low < wilson(0.4, 50)[0]
-    assert high > wilson(0.4, 50)[1]
-    assert wilson_over_draws([0.4, 0.4, 0.4], 50) == pytest.approx(wilson(0.4, 50))
 
 
 def test_clopper_pearson_holds_wilson_and_known_values():

@@ -38,12 +38,6 @@ def test_image_by_image(per):
     assert 0 < sum(wrong) < 41 - sum(rejected)
 
 
-def test_rejecting_everything_is_no_error():
-    predictions, y, clean = torch.zeros(7, 3), torch.arange(7) % 3, torch.arange(7) < 3
-    for per in ("image", "prediction"):
-        assert [float(v) for v in selective_error(predictions, y, clean, per)] == [1.0, 1.0, 0.0]
-
-
 def test_expectations_of_a_random_defense():
     """Half of the members of an ensemble of two reject: the shares are expectations."""
     predictions, y = torch.tensor([[0.5, 0.0], [0.5, 0.5]]), torch.tensor([0, 0])
@@ -108,15 +102,6 @@ def test_curves_threshold_by_threshold(per):
         error = kept.sum() / (len(p) if per == "image" else max(1, len(kept)))
         expected = [out[clean.numpy()].mean(), out.mean(), error]
         assert found[:, t].tolist() == pytest.approx(expected, abs=1e-12)
-
-
-@both
-def test_curves_where_nothing_is_accepted(per):
-    scores, wrong, clean = torch.full((8,), 0.9), torch.arange(8) < 5, torch.arange(8) < 4
-    limits = torch.tensor([0.0, 0.5, 0.95])
-    of_z, of_all, error = rejection_curves(scores, wrong, clean, limits, per)
-    assert of_z.tolist() == of_all.tolist() == [1, 1, 0]
-    assert error.tolist() == [0, 0, 5 / 8]
 
 
 def test_a_score_that_is_no_number_is_rejected():

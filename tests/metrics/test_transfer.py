@@ -52,15 +52,6 @@ def test_rows_are_the_sources_and_count_only_what_fools_them():
     assert matrix.tolist() == [[1.0, pytest.approx(2 / 3)], [0.5, 1.0]]
 
 
-def test_a_source_that_is_never_fooled_has_no_share():
-    y = torch.tensor([0, 1])
-    predicted = {(0, 0): [0, 1], (1, 0): [1, 1], (0, 1): [1, 1], (1, 1): [1, 0]}
-    matrix, counts = transferability(sure(predicted, 2), y)
-    assert matrix[0].isnan().all()
-    assert matrix[1].tolist() == [0.5, 1.0]
-    assert counts.tolist() == [0, 2]
-
-
 def test_random_members_are_expectations():
     """The mean over many plays, in which each member draws for itself."""
     p, y = predictions(members=3, count=6, classes=3)

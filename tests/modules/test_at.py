@@ -290,20 +290,6 @@ def test_awp_perturbs_weights_behind_a_parametrization(parametrize):
     assert loss.item() > module._loss_on(x, x, y).item() + 0.01
 
 
-def test_awp_without_weights_to_perturb():
-    module, x, y = trained_by("plain", awp=0.1)
-    for name in ("first", "last"):
-        getattr(module.defense.net, name).weight.requires_grad_(False)
-    with pytest.raises(ValueError, match="awp found no weights to perturb"):
-        module.loss(x, y)
-
-
-def test_awp_refuses_weights_of_16_bits():
-    trainer = quiet_trainer(precision="bf16-true")
-    with pytest.raises(MisconfigurationException, match=r"awp is for .* got bf16-true"):
-        AdversarialTraining(TinyNet, Spy(), awp=0.005).check_trainer(trainer)
-
-
 def rates(schedule, callback, epochs):
     """Return the learning rate after each step of a training with a schedule."""
     found = []

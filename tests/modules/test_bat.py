@@ -83,16 +83,6 @@ def test_barre_without_images_to_search_or_with_probabilities_is_refused():
         quiet_trainer(max_epochs=2).fit(module, loader, loader)
 
 
-def test_only_the_member_in_training_is_optimised():
-    module = BAT(TinyNet, Spy(), epochs=[1, 1], members=2)
-    module.stage = 1
-    optimizer = module.configure_optimizers()["optimizer"]
-    assert set(optimizer.param_groups[0]["params"]) == set(module.members[1].parameters())
-    module.loss(*batch()).backward()
-    assert all(p.grad is None for p in module.members[0].parameters())
-    assert all(p.grad is not None for p in module.members[1].parameters())
-
-
 def test_the_defense_is_the_ensemble_of_the_members_started():
     module = BAT(TinyNet, Spy(), epochs=1, members=2, probs=[0.8, 0.2])
     assert module.defense.classifiers == [module.members[0]]

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from lightning_rob.attacks import PGD
 from lightning_rob.modules import DVERGE
-from lightning_rob.modules.dverge import distil, feature_layers, features
+from lightning_rob.modules.dverge import distil, features
 from lightning_rob.nets import ResNet20
 from lightning_rob.threat import Threat
 from tests.modules.support import ConvNet, Spy, batch
@@ -46,24 +46,12 @@ def test_distillation_takes_steps_of_its_gradients_sign():
     torch.testing.assert_close(distil(net, "first", x, target, 0.07, 3, 0.03), z)
 
 
-def test_layers_are_activations_and_the_logits():
-    assert feature_layers(ConvNet()) == ["2", ""]
-    assert len(feature_layers(ResNet20())) == 20  # as many as the authors choose from
-
-
 def test_features_of_an_activation_are_its_input():
     net = nn.Sequential(nn.Flatten(), nn.Linear(192, 5), nn.ReLU(inplace=True))
     x, _ = batch()
     torch.testing.assert_close(features(net, "2", x), net[1](x.flatten(1)))
     assert (features(net, "2", x) < 0).any()
     assert not net[2]._forward_pre_hooks
-
-
-def test_features_of_a_layer_that_is_not_called():
-    net = TinyNet()
-    net.idle = nn.Linear(1, 1)
-    with pytest.raises(ValueError, match="TinyNet does not call its layer 'idle'"):
-        features(net, "idle", batch()[0])
 
 
 def test_layers_that_the_network_does_not_have():

@@ -92,12 +92,6 @@ def test_training_is_the_plain_loop(norm, replays, targeted, options, tmp_path):
         assert same_weights(target.state_dict(), first.state_dict())
 
 
-def test_a_target_whose_checkpoint_is_missing():
-    module = FreeTraining(TinyNet, Threat("linf", EPS), attack_target="nowhere.ckpt").double()
-    with pytest.raises(FileNotFoundError, match=r"nowhere\.ckpt"):
-        fit(module, DataLoader(images(), batch_size=8), 1)
-
-
 def test_a_replay_is_a_step_and_a_batch_a_global_step():
     module = FreeTraining(TinyNet, Threat("linf", EPS), 4).double()
     fit(module, DataLoader(images(), batch_size=8), 2)

@@ -5,7 +5,6 @@ import sys
 import pytest
 import torch
 import yaml
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.cli import LightningCLI
 from torch import nn
@@ -84,9 +83,6 @@ def test_transform_training_on_pairs_stops_and_ends_with_the_best_weights(tmp_pa
         with torch.no_grad():
             loss = nn.functional.cross_entropy(member.eval()(transform(x)), y)
         assert float(loss) == pytest.approx(min(seen.found[name]), rel=1e-4)
-    stored = TransformTraining(TinyNet, "clean", folder=str(tmp_path))
-    with pytest.raises(MisconfigurationException, match=r"a folder, needs .* data "):
-        trainer(tmp_path).fit(stored, Pairs())
 
 
 def test_a_plain_command_line_of_lightning(tmp_path, monkeypatch):

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_rob.defenses import Ensemble
 from lightning_rob.modules import PretrainedEnsemble
 from lightning_rob.nets import ResNet, SmallCNN, ZooNet
-from lightning_rob.rules import mean_probs, random_member
+from lightning_rob.rules import mean_probs
 from tests.nets.test_weights import OTHER_MEAN, OTHER_STD, dverge_state
 from tests.tiny import (
     CKPT,
@@ -150,11 +149,6 @@ def test_arguments_that_do_not_fit(options, message, numbered):
         PretrainedEnsemble(**options)
 
 
-def test_there_is_no_loss(numbered):
-    with pytest.raises(MisconfigurationException, match="no loss"):
-        PretrainedEnsemble(TinyNet, numbered[1]).loss(torch.rand(2, 3, 8, 8), torch.zeros(2))
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A BAT run with its test, and its members' weights in files of their own."""
@@ -208,16 +202,6 @@ def test_validate_and_predict_work_and_fit_is_refused(trained, tmp_path, capsys)
         line = refused(capsys, "fit", "--config", file, f"--trainer.fast_dev_run={trial}")
         wanted = "has nothing to train: run lightning-rob test (or validate, predict)"
         assert f"PretrainedEnsemble {wanted}" in line
-
-
-def test_members_are_weighted_by_their_probabilities(numbered):
-    nets, path = numbered
-    module = PretrainedEnsemble(TinyNet, path, probs=[0.5, 0.3, 0.2]).eval()
-    x = torch.rand(6, 3, 8, 8)
-    logits = torch.stack([net.eval()(x) for net in nets])
-    torch.testing.assert_close(
-        module.defense(x), random_member(logits, torch.tensor([0.5, 0.3, 0.2]))
-    )
 
 
 def test_members_whose_training_has_not_started_are_left_out(tmp_path):

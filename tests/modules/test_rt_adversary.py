@@ -5,9 +5,8 @@ import torch
 from torch import nn
 
 from lightning_rob.attacks import PGD
-from lightning_rob.defenses import Ensemble, Mixture, RandomTransforms, Single
+from lightning_rob.defenses import Ensemble, RandomTransforms, Single
 from lightning_rob.objectives import expected_margin, linear
-from lightning_rob.rules import mean_probs
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import LAB, ColorJitter, Gamma, GaussianNoise
 from tests.defenses.test_random_transforms import Flat, streams
@@ -56,18 +55,6 @@ def test_an_infinite_gradient_of_one_pixel_does_not_stop_the_others():
 
     best = objective(attack(Single(steep.net), x, y))
     assert objective(attack(Single(steep), x, y)) > objective(x) + 0.9 * (best - objective(x))
-
-
-def test_a_mixture_of_one_defense_predicts_like_it():
-    x = torch.rand(200, 3, 8, 8, generator=torch.Generator().manual_seed(1))
-    net = Flat(classes=2)
-    y = net(x).argmax(1)
-    rt = RandomTransforms(net, [GaussianNoise(0.5)], 1, 20, rule=mean_probs)
-
-    def right(defense):
-        return defense(x, streams(200)).gather(1, y[:, None]).mean()
-
-    assert right(Mixture([rt])) == pytest.approx(float(right(rt)), abs=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """DANN and TADV as ordinary runs: the data they train on, their losses, and how they resume."""
 
 import json
-import signal
 
 import numpy as np
 import pytest
@@ -26,7 +25,6 @@ from tests.tiny import (
     robust_eval,
     run,
     same_weights,
-    shell,
     weights,
 )
 
@@ -150,33 +148,3 @@ def test_tadv_is_adversarial_training_with_the_halves_in_the_other_order():
     swapped = torch.arange(8).roll(4)
     expected = other.loss(x[swapped], y[swapped])
     torch.testing.assert_close(half_adversarial(Single(net), x, y, Spy()), expected)
-
-
-@pytest.mark.slow  # test_contract kills a run too
-def test_a_killed_run_of_given_steps_resumes_with_the_same_weights(uninterrupted, tmp_path):
-    """With max_steps and a loader process, where Lightning counts epochs differently."""
-    length = ["--trainer.max_steps=12", "--trainer.max_epochs=-1", "--data.source.workers=1"]
-    args = ["--config", dann(tmp_path), *SAVE, *length]
-    kill = "--trainer.callbacks+={class_path: tests.tiny.KillAt, init_args: {step: 7}}"
-    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # sums round as in this process
-    killed = shell("fit", *args, kill, **threads)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    run("fit", *args, "--ckpt_path", tmp_path / FOLDER / "last.ckpt")
-    ends = (weights(part / FOLDER / "at-step=12.ckpt") for part in (uninterrupted, tmp_path))
-    assert same_weights(*ends)
-
-
-@pytest.mark.slow  # test_ddp fits on two processes
-def test_two_processes_fit_dann_under_attack_and_resume_with_the_same_weights(tmp_path):
-    two = ["--trainer.strategy=ddp", "--trainer.devices=2", "--trainer.max_epochs=2", *SAVE]
-    attacked = {"trainer__callbacks+": [robust_eval({"apgd": pgd()})]}
-    done = shell("fit", "--config", dann(tmp_path / "a", **attacked), *two)
-    assert done.returncode == 0, done.stderr
-    found = records(tmp_path / "a")
-    assert {r["n"] for r in found} == {32}
-    assert [r["step"] for r in found if r["name"] == "apgd"] == [2, 4]  # 20 images each
-    start = tmp_path / "a" / FOLDER / "end-epoch=0.ckpt"
-    again = shell("fit", "--config", dann(tmp_path / "b"), *two, "--ckpt_path", start)
-    assert again.returncode == 0, again.stderr
-    ends = (weights(tmp_path / part / FOLDER / "end-epoch=1.ckpt") for part in "ab")
-    assert same_weights(*ends)
