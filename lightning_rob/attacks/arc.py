@@ -58,8 +58,6 @@ class ARC(Attack):
         neighbours: number of competing classes searched for the nearest boundary, those with the
             largest logits, G in the paper; None searches all.
         random_start: start from a random point of the ball.
-        start: start from the images that this attack returns, where they are no worse than the
-            clean ones: ARC is then never weaker than it. None is the clean images, as in the paper.
         early_stop: stop on images that every member misclassifies, and on images that an iteration
             left unchanged. Never raises the accuracy, up to rounding, which depends on the batch
             size. Members must be deterministic.
@@ -72,7 +70,6 @@ class ARC(Attack):
     step_size: Length | None = None
     neighbours: int | None = None
     random_start: bool = False
-    start: Attack | None = None
     early_stop: bool = False
 
     def __post_init__(self) -> None:
@@ -81,10 +78,6 @@ class ARC(Attack):
         check_norm(self, math.inf, 2)
         if self.threat.relative:
             raise ValueError(f"ARC is for a radius in pixel units, got {self.threat}")
-        if self.start and (self.random_start or self.start.threat != self.threat):
-            raise ValueError(
-                f"start must be of threat {self.threat}, without random_start, got {self.start}"
-            )
 
     @property
     def local_radius(self) -> float:
@@ -96,9 +89,7 @@ class ARC(Attack):
         gradients = min(self.neighbours or count.classes, count.classes - 1)
         members = len(member_order(count.defense.weights))
         step = members * (1 + gradients + count.networks)  # each scores a candidate on all
-        start = self.start.cost(count) if self.start else 0
-        begin = count.networks * (2 if self.random_start or self.start else 1)
-        return start + begin + self.steps * step
+        return count.networks * (1 + self.random_start) + self.steps * step
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         members, weights = defense.classifiers, defense.weights
@@ -108,11 +99,6 @@ class ARC(Attack):
             # As in the authors' code the accuracy to beat is the clean image's.
             delta = self.threat.start(x, generator) - x
             acc_current = expected_accuracy(members, weights, x + delta, y)
-        elif self.start:
-            x_start = self.start.perturb(defense, x, y, generator)
-            acc_start = expected_accuracy(members, weights, x_start, y)
-            delta = choose(acc_start <= acc_best, x_start - x, delta)
-            acc_best = acc_current = torch.minimum(acc_start, acc_best)
         search = Search(positions(x), x, y, generator, delta.clone(), acc_best, acc_current)
         if self.early_stop:
             search = search.select(search.acc_current > 0)

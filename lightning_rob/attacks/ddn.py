@@ -51,10 +51,6 @@ class DDN(Attack):
 
     def __post_init__(self) -> None:
         at_least(1, steps=self.steps)
-        if not 0 < self.gamma < 1:
-            raise ValueError(f"gamma must be in (0, 1), got {self.gamma}")
-        if not self.first_norm > 0:
-            raise ValueError(f"first_norm must be positive, got {self.first_norm}")
         check_norm(self, 2)
 
     def cost(self, count: PassCount) -> int:

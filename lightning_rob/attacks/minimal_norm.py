@@ -38,6 +38,7 @@ class MinimalNorm(AttackDecorator):
             defense, for which one wrong prediction is no proof.
     """
 
+    effort: ClassVar[str] = "radii"
     smallest_norm: ClassVar[bool] = True
     stops_on_gradient_logits: ClassVar[bool] = True  # rounded, they would end a search too early
     radii: int = 12
@@ -50,17 +51,6 @@ class MinimalNorm(AttackDecorator):
 
     def cost(self, count: PassCount) -> int:
         return count.networks + self.radii * (self.attack.cost(count) + count.networks)
-
-    def least(self, count: PassCount) -> int:
-        return count.networks + self.radii * (self.attack.least(count) + count.networks)
-
-    def within(self, passes: int, count: PassCount) -> "MinimalNorm":
-        left = self.affordable(passes, count) - count.networks
-        # Each radius has an equal share of the passes; the rest goes to further radii.
-        share = left // self.radii - count.networks
-        attack = self.attack.within(share + count.asked, count)
-        radii = left // (attack.cost(count) + count.networks)
-        return replace(self, attack=attack, radii=radii)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         if not is_certain(defense, expected_ce):

@@ -63,8 +63,6 @@ class PDGD(Attack):
 
     def __post_init__(self) -> None:
         at_least(1, steps=self.steps)
-        if not self.step_size > 0:
-            raise ValueError(f"step_size must be positive, got {self.step_size}")
         check_norm(self, math.inf, 2)
 
     def cost(self, count: PassCount) -> int:

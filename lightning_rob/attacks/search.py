@@ -1,6 +1,6 @@
 """Search for the attack that a defense calls for: what to climb, and through which slopes."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +9,7 @@ import yaml
 from torch import Tensor, nn
 
 from lightning_rob.attacks.active_set import positions
-from lightning_rob.attacks.apgd import APGD, in_short_runs
+from lightning_rob.attacks.apgd import APGD
 from lightning_rob.attacks.base import Attack
 from lightning_rob.attacks.budget import PassCount
 from lightning_rob.attacks.decorators import Budgeted
@@ -49,7 +49,6 @@ STUCK = 0.8  # share of the images left from which attacks are tried that cost m
 TARGETS = 9
 LOCAL = 0.5  # of the passes for the winners, for a search without slopes from their images
 WINDOW = 0.2  # share of the image in its first windows
-LINE = 100  # letters of a line of Python
 
 
 @dataclass(frozen=True)
@@ -79,30 +78,6 @@ class AutoResult:
         spec = {"attacks": {"auto": attack_spec(self.attack)}}
         plugin = {"class_path": "lightning_rob.RobustEval", "init_args": spec}
         return yaml.safe_dump(plugin, sort_keys=False)
-
-    @property
-    def python(self) -> str:
-        """The attack as an expression of Python."""
-        return as_python(attack_spec(self.attack))
-
-
-def as_python(spec: Any, indent: str = "") -> str:
-    """Return plain data of an attack, from `attack_spec`, as an expression of Python."""
-    if isinstance(spec, str) and spec.startswith("lightning_rob."):
-        return spec.rpartition(".")[2]
-    if isinstance(spec, Mapping) and "class_path" in spec:
-        name = str(spec["class_path"]).rpartition(".")[2]
-        parts, inner = spec["init_args"].items(), f"{indent}    "
-        given = [f"{key}={as_python(value, inner)}" for key, value in parts]
-    elif isinstance(spec, list):
-        name, inner = "", f"{indent}    "
-        given = [as_python(one, inner) for one in spec]
-    else:
-        return repr(spec)
-    line = f"{name}({', '.join(given)}{',' if len(given) == 1 and not name else ''})"
-    if len(indent) + len(line) <= LINE and "\n" not in line:
-        return line
-    return f"{name}(\n" + "".join(f"{inner}{one},\n" for one in given) + f"{indent})"
 
 
 @dataclass
@@ -377,8 +352,7 @@ class Search:
         if hasattr(attack, "slopes") and self.random:
             steps = max(passes // (2 * attack.attack.draws * self.networks), 1)
             attack = _changed(attack, step_size=2.5 * self.threat.eps / steps)
-        count = PassCount(self.defense, self.x, self.classes)
-        return Budgeted(in_short_runs(attack, passes, count), max(passes, 1))
+        return Budgeted(attack, max(passes, 1))
 
     def _noisy(self, view: SurrogateGradient) -> SurrogateGradient:
         # In l1 the radius is spent on few pixels: noise is measured by what each of them moves.

@@ -58,10 +58,6 @@ class Square(Attack):
 
     def __post_init__(self) -> None:
         at_least(1, queries=self.queries, draws=self.draws)
-        if self.start is not None and self.start.threat != self.threat:
-            raise ValueError(f"start must be an attack within {self.threat}, got {self.start}")
-        if not 0 < self.p <= 1:
-            raise ValueError(f"p must be a share of the image in (0, 1], got {self.p}")
         check_norm(self, math.inf, 2, 1)
 
     @property

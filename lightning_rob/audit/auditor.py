@@ -1,39 +1,105 @@
 """The audit of a defense: attacks by its kind, columns over all images, and all checks."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import chain
 from operator import methodcaller
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from lightning_rob.attacks.auto import SuiteKind
-from lightning_rob.audit import attacked, strength
-from lightning_rob.audit.report import Check, Report
+from lightning_rob.audit import strength
 from lightning_rob.audit.target import AuditBatch, AuditTarget
 from lightning_rob.defenses import Defense
 from lightning_rob.evaluation import checks as basic
 from lightning_rob.evaluation import columns as basic_columns
 from lightning_rob.evaluation import worst_case
+from lightning_rob.evaluation.check_batch import nonfinite
 from lightning_rob.evaluation.checks import made
 from lightning_rob.evaluation.columns import LazyColumns, Measure
-from lightning_rob.evaluation.findings import Columns, by_severity, known
-from lightning_rob.evaluation.records import Result, measured
+from lightning_rob.evaluation.findings import Columns, Finding, by_severity, known, record
+from lightning_rob.evaluation.records import Result, measured, with_schema
 from lightning_rob.runtime.identity import attack_spec
+from lightning_rob.tables import finding_lines, print_table
 from lightning_rob.threat import Threat
+
+Check = Callable[[AuditTarget, Columns], Finding]
+
+
+@dataclass(frozen=True)
+class Report:
+    """The report of an audit: accuracies, and findings with the most severe first."""
+
+    title: str
+    results: list[Result]
+    findings: list[Finding]
+
+    @property
+    def flags(self) -> list[Finding]:
+        """The findings that are severe or warnings."""
+        return [finding for finding in self.findings if finding.flagged]
+
+    @property
+    def severe(self) -> bool:
+        """Whether a finding is severe."""
+        return any(finding.severity == "severe" for finding in self.findings)
+
+    def summary(self) -> str:
+        """Return the verdict in one line."""
+        flags, severe = len(self.flags), sum(flag.severity == "severe" for flag in self.flags)
+        if severe:
+            return f"Do not trust the accuracies: {severe} of {flags} flags are severe."
+        if flags:
+            return f"Look at the warnings before you trust the accuracies: {flags}."
+        return "Nothing suspicious was found."
+
+    def show(self, console: Console | None = None) -> None:
+        """Print the accuracies as a table, then the findings with their remedies."""
+        console = console or Console()
+        print_table(f"Audit · {self.title}", self.results, console)
+        console.print(self.summary(), style="bold")
+        fine = [finding.name for finding in self.findings if finding.severity == "fine"]
+        lines = list(finding_lines(record(f) for f in self.findings if f.severity != "fine"))
+        lines += [f"fine    {', '.join(fine)}"] if fine else []
+        for line in lines:
+            console.print(line, highlight=False)
+
+    def json(self, metadata: Mapping[str, Any]) -> str:
+        """Return the report as JSON, together with the metadata of the run."""
+        content = {
+            "kind": "audit",
+            **metadata,
+            "title": self.title,
+            "attacks": [result.record() for result in self.results],
+            "findings": [{"name": f.name, **asdict(f)} for f in self.findings],
+        }
+        return json.dumps(with_schema(content), indent=2, ensure_ascii=False) + "\n"
+
+
+def nonfinite_attacked(batch: AuditBatch) -> Tensor:
+    """Return the images [B] with non-finite logits after noise or after the default attack."""
+    found = torch.zeros_like(batch.nonfinite)
+    for name in ("noise", batch.target.suite.default):
+        batch.score(name)
+        found |= nonfinite(batch.logits_of(batch.perturbed[name]))
+    return found
+
+
+def predicted_class(batch: AuditBatch) -> Tensor:
+    """Return the class [B] of the largest mean logit."""
+    return batch.logits.mean(0).argmax(-1)
+
 
 COLUMNS: dict[str, Measure] = {
     **basic_columns.COLUMNS,
-    **{measure.__name__: measure for measure in attacked.COLUMNS},
+    "nonfinite_attacked": nonfinite_attacked,
+    "predicted_class": predicted_class,
 }
-# With attacks the audit looks closer at three of the checks that every evaluation makes.
-CLOSER: dict[Check, Check] = {
-    basic.randomness: attacked.randomness,
-    basic.saturation: attacked.saturation,
-    basic.bounds: attacked.bounds,
-}
-CHECKS: tuple[Check, ...] = (*(CLOSER.get(one, one) for one in basic.CHECKS), *strength.CHECKS)
+CHECKS: tuple[Check, ...] = (*basic.CHECKS, *strength.CHECKS)
 KINDS: dict[SuiteKind, str] = {
     "single": "one network",
     "ensemble": "an ensemble with one prediction",

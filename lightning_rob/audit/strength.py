@@ -1,10 +1,7 @@
 """Checks of attack strength: more effort is never weaker, and the right attack was run."""
 
-from typing import Any
-
 import torch
 
-from lightning_rob.attacks import Attack
 from lightning_rob.attacks.nested import walk
 from lightning_rob.audit.target import GRADIENT_FREE, AuditTarget
 from lightning_rob.evaluation.findings import (
@@ -20,11 +17,9 @@ from lightning_rob.evaluation.findings import (
     significant,
 )
 from lightning_rob.evaluation.power import Power, counted, finding_of
-from lightning_rob.evaluation.suites import DISSIMILARITY
 from lightning_rob.objectives import ce_of_rule
 
 RUGGED = 0.1  # of images that five starts break and as many steps from one start do not
-FEWEST_STEPS = 5
 ADAPTS = "the rounds against a defense that adapts have no such attack"
 MASKED = (
     "Gradients mislead. Attack the margin and with restarts, without gradients, and look for "
@@ -168,34 +163,10 @@ def _lacking(target: AuditTarget) -> str:
     if not target.other_attacks or kind == "single":
         return ""
     parts = [part for attack in target.other_attacks.values() for part in walk(attack)]
-    fitting = [part for part in parts if part.is_made_for(kind, rule)]
-    if any(_is_strong_enough(part, target) for part in fitting):
+    if any(part.is_made_for(kind, rule) for part in parts):
         return ""
-    if not fitting:
-        names = ", ".join(target.other_attacks)
-        return f"This evaluation runs {names}, but not {MADE_FOR[kind]}, made for this kind."
-    return (
-        f"This evaluation runs {MADE_FOR[kind]}, made for this kind, too weakly: it takes a ball "
-        f"of at least {target.threat} and {FEWEST_STEPS} steps or more that lead across it."
-    )
-
-
-def _is_strong_enough(attack: Attack, target: AuditTarget) -> bool:
-    """Return whether an attack's ball holds the audit's and its steps, if any, lead across it."""
-    ball, threat = attack.threat, target.threat
-    if "transformed" in attack.made_for and ball.relative:  # PAA has a ball of its own
-        covers = ball.eps >= DISSIMILARITY
-    else:
-        large = ball.eps >= threat.eps * (1 - 1e-6)
-        covers = large and ball.p == threat.p and not ball.relative
-    searches: list[Any] = [part for part in walk(attack) if "step_size" in part.lengths]
-    crosses = not searches or any(
-        part.steps >= FEWEST_STEPS
-        # Without a step size those that have a default take at least eps / 4.
-        and part.steps * (part.step_size or part.threat.eps / 4) >= part.threat.eps
-        for part in searches
-    )
-    return covers and crosses
+    names = ", ".join(target.other_attacks)
+    return f"This evaluation runs {names}, but not {MADE_FOR[kind]}, made for this kind."
 
 
 def power(target: AuditTarget, columns: Columns) -> Finding:

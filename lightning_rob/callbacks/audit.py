@@ -6,12 +6,11 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_rob.audit.auditor import build_report, column_names, measure
-from lightning_rob.audit.report import Report
+from lightning_rob.audit.auditor import Report, build_report, column_names, measure
 from lightning_rob.audit.target import AuditTarget
 from lightning_rob.callbacks.base import EvaluationCallback
 from lightning_rob.callbacks.images import Images
-from lightning_rob.callbacks.loggers import log_text, writing_folder
+from lightning_rob.callbacks.loggers import writing_folder
 from lightning_rob.callbacks.progress import console_of
 from lightning_rob.callbacks.robust_eval import RobustEval, full_defense
 from lightning_rob.data.base import labelled_images
@@ -110,7 +109,6 @@ class RobustAudit(EvaluationCallback):
         if folder is None:
             return
         atomic_write_text(folder / self.record, found.json(self.images[0].metadata))
-        log_text(trainer, f"{stage}/audit{self.inputs.suffix}", found.markdown())
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.found and trainer.is_global_zero:

@@ -45,13 +45,6 @@ def log_picture(trainer: Trainer, name: str, picture: Tensor) -> None:
                 logger.log_image(name, [pixels], trainer.global_step)
 
 
-def log_text(trainer: Trainer, name: str, text: str) -> None:
-    """Log Markdown with TensorBoard."""
-    for logger in trainer.loggers:
-        if isinstance(logger, TensorBoardLogger):
-            logger.experiment.add_text(name, text, trainer.global_step)
-
-
 def image_grid(x: Tensor, x_adv: Tensor, y: Tensor, before: Tensor, after: Tensor) -> Tensor:
     """Draw clean images, amplified perturbations and adversarial images, and return [3, H', W'].
 

@@ -24,7 +24,6 @@ from lightning_rob.evaluation.evaluator import (
     AttackedBatch,
     Evaluator,
     check_names,
-    require_packages,
 )
 from lightning_rob.evaluation.findings import warn_of
 from lightning_rob.evaluation.groups import Batch, choose
@@ -149,7 +148,6 @@ class RobustEval(EvaluationCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         before = self.attacks
         super().setup(trainer, pl_module, stage)
-        require_packages(self.given.values())
         earlier = self.earlier(trainer)
         if any(one.inputs != self.inputs for one in earlier):
             raise ValueError(

@@ -20,7 +20,6 @@ from lightning_rob.evaluation.evaluator import (
     check_names,
     device_of,
     evaluation_precision,
-    require_packages,
 )
 from lightning_rob.evaluation.findings import warn_of
 from lightning_rob.evaluation.groups import (
@@ -117,7 +116,6 @@ def evaluate(
     if isinstance(attacks, str):
         attacks = attacks_by_name(attacks, defense, Threat(norm, eps or 0.0))
     check_names(attacks)
-    require_packages(attacks.values())
     at_least(0, power=power)
     settings = EvaluationSettings(
         seed, repeats, inferences, private_draws, max_images, group_size, protocol, known_noise

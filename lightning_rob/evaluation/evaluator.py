@@ -3,7 +3,7 @@
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rob.attacks import PGD, Attack, InsideBounds, NoAttack, WithBackward
-from lightning_rob.attacks.acceptance import check_none_rejected
 from lightning_rob.attacks.auto import step_across, surrogate_for
 from lightning_rob.attacks.backward import Backward
 from lightning_rob.attacks.base import HAIR, check_images
-from lightning_rob.attacks.nested import walk
+from lightning_rob.attacks.execution import check_none_rejected
 from lightning_rob.attacks.sight import watching
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.copies import fresh, working_copy
@@ -128,13 +127,6 @@ def check_names(attacks: Mapping[str, Attack]) -> None:
     )
     for name in filter(taken.fullmatch, attacks):
         raise ValueError(f"no attack can be called {name!r}: that column has another meaning")
-
-
-def require_packages(attacks: Iterable[Attack]) -> None:
-    """Raise ModuleNotFoundError if an attack needs a package that is missing."""
-    for attack in attacks:
-        for part in walk(attack):
-            part.require_package()
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from lightning_rob.attacks.auto import (
     suite_kind,
     surrogate_for,
 )
-from lightning_rob.attacks.controls import RandomCorners, RandomStart
+from lightning_rob.attacks.decorators import RandomCorners, RandomStart
 from lightning_rob.defenses import Defense, Ensemble, is_transform_ensemble, random_transforms_in
 from lightning_rob.objectives import (
     ce_of_mean_logits,
@@ -123,7 +123,6 @@ class AttackSuite:
     default: str  # name of the attack that is mostly reported for it
     adaptive: tuple[str, ...]  # names of the attacks made for its kind
     attacks: dict[str, Attack]  # all attacks by name; "clean" is not among them
-    averaged: Attack | None = None  # the default over draws (EoT); None where PGD does not apply
 
     @property
     def plug_in(self) -> str:
@@ -174,8 +173,7 @@ def suite_for(
         attacks["apgd"] = _on_differentiable(defense, runs)
     attacks["square"] = Square(threat, queries)
     adaptive = _adaptive_attacks(defense, kind, pgd)
-    averaged = None if kind == "transformed" else replace(pgd, draws=DRAWS)
-    return AttackSuite(kind, "pgd", tuple(adaptive), attacks | adaptive, averaged)
+    return AttackSuite(kind, "pgd", tuple(adaptive), attacks | adaptive)
 
 
 def _on_differentiable(defense: Defense, attack: Attack) -> Attack:

@@ -281,7 +281,6 @@ def darker(image):
 
 @pytest.mark.parametrize("name", ["dent", "rmc"])
 def test_autoattack_goes_through_the_adapting_network(name):
-    pytest.importorskip("pyautoattack")
     defense, (x, y) = ADAPTING[name](trained()), images(6)
     suite = AutoAttack(THREAT, "custom", ("apgd-ce",))
     before = state(defense)
