@@ -147,8 +147,6 @@ class AttackedBatch:
     y: Tensor  # [B] labels
     # None where the scores are of an earlier run:
     x_adv: Tensor | None = None  # [B, C, H, W] perturbed images
-    before: Tensor | None = None  # [B, K] probabilities on the clean images
-    after: Tensor | None = None  # [B, K] probabilities on the perturbed images
 
 
 class Evaluator:
@@ -287,7 +285,7 @@ class Evaluator:
             self.recovered.add(name)
         if not self.joint:
             self._check(name, x_adv, y, index)
-        self.attacked(AttackedBatch(name, index, x, y, x_adv, before, found[0]))
+        self.attacked(AttackedBatch(name, index, x, y, x_adv))
         return BatchOutcome(
             total / repeats,
             predicted_class(found[0], self.defense.rejects),

@@ -2,11 +2,13 @@
 
 import re
 import shutil
+from contextlib import closing
 
 import pytest
 import yaml
 
 from lightning_rob.commands.monitor import loop
+from lightning_rob.commands.monitor.history import History
 from tests.commands import test_monitor
 from tests.commands.test_monitor import EPOCHS, evaluated, events
 from tests.tiny import exit_code
@@ -65,7 +67,8 @@ def test_a_broken_model_stops_no_other(listed, trained, tmp_path, monkeypatch, c
     assert evaluated(homes["third"]) == [EPOCHS[3]]
     (broken,) = events(homes["second"], "broken")
     assert "NoSuchCallback" in broken["alarm"][0]
-    assert len(events(homes["second"], "restored")) == 1
+    with closing(History(homes["second"])) as history:
+        assert history.alarm() is None  # it ended with the evaluation
     error = capsys.readouterr().err
     assert error.count("third: there is no folder or checkpoint") == 1
     assert re.search(r"alarm: first: \S+\.ckpt: robust/worst is", error)
@@ -87,7 +90,6 @@ BAD = {
     "say first which run": "a: {drop: 0.1}",
     "a and b have one history": "{a: {run: .}, b: {run: .}}",
     "there is no option --nosuch": "a: {run: ., nosuch: 1}",
-    "stop_at_alarm is of the process": "a: {run: ., stop_at_alarm: true}",
     "the tag !!binary asks for": "a: {run: !!binary aGk=}",
     "a value does not fit its tag": "a: {run: ., every: !!int x}",
 }
@@ -99,15 +101,3 @@ def test_files_that_name_no_models(tmp_path, monkeypatch, capsys):
         (tmp_path / "models.yaml").write_text(text)
         assert watch("models.yaml", "--once") == 2
         assert reason in capsys.readouterr().err
-
-
-def test_the_first_alarm_of_any_model_ends_all(listed, trained, tmp_path, capsys):
-    content = yaml.safe_load(listed.read_text())
-    listed.write_text(yaml.safe_dump({name: content[name] for name in ("third", "first")}))
-    (tmp_path / "c").mkdir()
-    shutil.copy(trained / "run/version_0/checkpoints" / EPOCHS[3], tmp_path / "c")
-    assert watch(listed, "--stop-at-alarm", "--serve=0") == 1
-    assert len(evaluated(tmp_path / "a")) == 1
-    error, url = capsys.readouterr().err, r"http://[\d.:]+/"
-    assert f"third: watching {tmp_path / 'c'}; the history is {tmp_path / 'c'}" in error
-    assert re.search(rf"serving page {url}, .*health check {url}healthz\n", error)

@@ -34,9 +34,6 @@ class MonitorConfig(CommandConfig):
         notify: POST alarms and recoveries to this URL; slack://… by apprise
         serve: page, /metrics for Prometheus and /healthz at this port of localhost, such as 9108
         serve_host: address of that port
-        template: Jinja template of the page, else the shipped one
-        reevaluate: evaluate the newest checkpoint again after N hours
-        stop_at_alarm: end with the first alarm, of any model
         every: seconds between two looks into the folder
         once: evaluate the checkpoints that are there, and end
         until: end when this file exists and no checkpoint is left
@@ -56,9 +53,6 @@ class MonitorConfig(CommandConfig):
     notify: list[str] | None = field(default=None, repr=False)  # some URLs are secrets
     serve: int | None = None
     serve_host: str = LOCAL
-    template: Path | None = None
-    reevaluate: float | None = None
-    stop_at_alarm: bool = False
     every: float = 30.0
     once: bool = False
     until: Path | None = None
@@ -78,17 +72,12 @@ class MonitorConfig(CommandConfig):
                 raise ValueError(f"{self.url} needs --out FOLDER: the history is a local file")
         elif not Path(self.run).exists():
             raise MissingRun(f"there is no folder or checkpoint {self.run}")
-        for name in ("every", "reevaluate"):
-            time = getattr(self, name)
-            if time is not None and not 0 < time < float("inf"):
-                raise ValueError(f"--{name} must be above 0, got {time:g}")
+        if not 0 < self.every < float("inf"):
+            raise ValueError(f"--every must be above 0, got {self.every:g}")
         _ = self.level, self.minima  # raise errors before anything is built
         check_destinations(self.notify or ())
-        for name in ("serve_host", "template"):
-            if self.serve is None and getattr(self, name) not in (LOCAL, None):
-                raise ValueError(f"--{name} is for --serve, which is not given")
-        if self.serve is not None and not 0 <= self.serve < 65536:
-            raise ValueError(f"--serve must be in 0 … 65535, got {self.serve}")
+        if self.serve is None and self.serve_host != LOCAL:
+            raise ValueError("--serve_host is for --serve, which is not given")
 
     @property
     def is_over(self) -> bool:
