@@ -1,7 +1,7 @@
 """Robust accuracy at every validation and test, beside the clean one."""
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain, count
@@ -37,7 +37,7 @@ from lightning_rob.evaluation.records import (
     versions,
 )
 from lightning_rob.evaluation.results import EvaluationResult, worst_measurement, worst_over
-from lightning_rob.evaluation.store import KNOWN, PerImageResults, save_images
+from lightning_rob.evaluation.store import KNOWN, PerImageResults
 from lightning_rob.evaluation.suites import plug_in_for
 from lightning_rob.runtime.errors import at_least
 from lightning_rob.runtime.identity import attack_spec, cache_key, fingerprint
@@ -87,8 +87,6 @@ class RobustEval(EvaluationCallback):
         norm: norm of all attacks instead of their own, with `eps`: "l2" and 128/255.
         protocol: rounds in which a defense that adapts is attacked; None is `RoundProtocol()` for
             such a defense, and canonical groups for any other.
-        save_images: keep the perturbed images in the run's folder, without loss: PNG of those that
-            a `Quantized8Bit` attack makes, else float32 arrays.
         private_draws: fresh defenders, each with private randomness of its own, that adapt to the
             same perturbed batch; of more than one the intervals hold that randomness too.
         power: number of images, of each process, on which the attacks are tested: do they find
@@ -111,7 +109,6 @@ class RobustEval(EvaluationCallback):
         norm: Norm | None = None,
         inferences: int = 1,
         protocol: RoundProtocol | None = None,
-        save_images: bool = False,
         private_draws: int = 1,
         power: int = 0,
         known_noise: bool = False,
@@ -132,7 +129,6 @@ class RobustEval(EvaluationCallback):
         )
         self.target = target
         self.panel = panel
-        self.save_images = save_images
         self.power = power
         self.train_images = train_images
         self.evaluations: list[TargetEvaluation] = []
@@ -169,8 +165,7 @@ class RobustEval(EvaluationCallback):
             one.result, one.results, one.evaluations = None, [], []
             one.train_result, one.on_train = None, []
             if one.due(trainer):
-                shown = (one.panel, one.save_images)
-                how = (one.target, one.settings, *shown, one.power, one.train_images)
+                how = (one.target, one.settings, one.panel, one.power, one.train_images)
                 together.setdefault(how, []).append(one)
         # Other targets see the same images if these come in the same groups or rounds.
         passes: dict[Hashable, Images] = {}
@@ -318,7 +313,6 @@ class TargetEvaluation:
         self.details |= {"target": self.target_name, "plug_in": plug_in_for(whole)}
         self.details |= {"stage": "train"} if on_train else {}
         self.panels: dict[str, Tensor] = {}
-        self.image_folder: Path | None = None
         store = self._store()
         self.evaluator = Evaluator(
             defense,
@@ -347,8 +341,6 @@ class TargetEvaluation:
         if (counts := store.counts()) and trainer.is_global_zero:
             known = ", ".join(f"{name} {number}" for name, number in counts.items())
             console_of(trainer).print(f"Continuing. Images scored already: {known}.")
-        if self.first.save_images and folder and not trainer.sanity_checking:
-            self.image_folder = unfinished or folder / "images"
         return store
 
     @cached_property
@@ -368,7 +360,6 @@ class TargetEvaluation:
             "data": f"{type(data).__name__}, {number} images",
             "group_size": batches if self.images.positions is None else self.settings.group_size,
             "protocol": self.details.get("protocol"),
-            "save_images": self.first.save_images,
             "names": list(self.attacks),  # the order of the columns
             "attacks": {name: threat_model_card(attack) for name, attack in self.attacks.items()},
             "versions": versions(),
@@ -378,32 +369,31 @@ class TargetEvaluation:
         }
 
     def attacked(self, batch: AttackedBatch) -> None:
-        """Advance the progress bar, draw the panel and save the images."""
+        """Advance the progress bar and draw the panel."""
         self.advance(batch.name, len(batch.index))
         if self.on_train or batch.x_adv is None:
             return  # nothing to show, or of an earlier run
         size = self.first.panel
         if size and batch.name not in self.panels:
             self.panels[batch.name] = image_grid(batch.x[:size], batch.x_adv[:size])
-        if self.image_folder:
-            save_images(self.image_folder / self._stem([batch.name]), batch.index, batch.x_adv)
 
     def write(self, folder: Path) -> None:
         """Write the scores image by image, the records and the panels."""
         trainer, stage = self.trainer, self.details["stage"]
         # Another test of the run must not replace the file of the first.
-        path = folder / "images" / f"{self._stem(self.attacks)}.csv"
+        path = folder / "images" / f"{self.stem}.csv"
         numbered = (path.with_stem(f"{path.stem}-{i}") for i in count(2))
         path = next(p for p in chain([path], numbered) if not p.exists())
         position = checkpoint_position(trainer)
         self.result.save(path, self.card | {"stage": stage, "session": SESSION, **position})
-        self.evaluator.store.copy_images(path.parent)
         append_records(folder / "robust.jsonl", (row.record() for row in self.rows))
         for name, picture in self.panels.items():
             log_picture(trainer, f"{stage}/adversarial/{name}", picture)
 
-    def _stem(self, names: Iterable[str]) -> str:
-        trainer, (first, *more) = self.trainer, names
+    @property
+    def stem(self) -> str:
+        """The name of the file of scores, without its suffix."""
+        trainer, (first, *more) = self.trainer, self.attacks
         epoch = [f"epoch{trainer.current_epoch:04d}"] if trainer.state.fn == "fit" else []
         often = trainer.val_check_interval
         if epoch and not (isinstance(often, float) and often == 1):  # several in an epoch

@@ -144,7 +144,6 @@ class AttackedBatch:
     name: str  # of the attack
     index: Tensor  # [B] the images' indices
     x: Tensor  # [B, C, H, W] clean images
-    y: Tensor  # [B] labels
     # None where the scores are of an earlier run:
     x_adv: Tensor | None = None  # [B, C, H, W] perturbed images
 
@@ -217,7 +216,7 @@ class Evaluator:
         outcomes = self.store.log.load(x, y, index)
         for name in self.attacks:
             if name in outcomes:
-                self.attacked(AttackedBatch(name, index, x, y))
+                self.attacked(AttackedBatch(name, index, x))
         names = (CLEAN, *self.attacks)
         if not outcomes.keys() >= set(names):
             # The defense's noise is that of each attack's first repeat, so that scores differ by
@@ -285,7 +284,7 @@ class Evaluator:
             self.recovered.add(name)
         if not self.joint:
             self._check(name, x_adv, y, index)
-        self.attacked(AttackedBatch(name, index, x, y, x_adv))
+        self.attacked(AttackedBatch(name, index, x, x_adv))
         return BatchOutcome(
             total / repeats,
             predicted_class(found[0], self.defense.rejects),

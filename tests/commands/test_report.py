@@ -279,26 +279,15 @@ def test_one_name_for_different_attacks_is_said_so(tmp_path):
     assert marked == ["apgd † (linf 8/255)", "worst † (linf 8/255)"]
 
 
-def test_sweeps_and_pictures_are_shown(tmp_path, whole):
-    values = [(2 / 255, "apgd", 0.612), (1 / 255, "clean", 0.9), (1 / 255, "apgd", 0.7)]
-    swept = [
-        line(k, a, variable="eps", value=v, interval=[a - 0.1, a + 0.1], reuse={"key": "b"})
-        for v, k, a in [(1 / 255, "apgd", 0.1), *values]
-    ]
-    folder(whole, swept, "sweep.jsonl")
-    for name in ("sweep", "transfer_pgd", "gallery"):
-        save(heat_map(torch.eye(2), "ab", "ab"), whole / f"{name}.png")
-    page, text, markdown = made(whole, out=tmp_path / "up/report.html")
-    assert page.tags.count("img") == 3
+def test_pictures_are_shown_also_of_a_folder_that_has_nothing_else(tmp_path, whole):
+    (drawn := tmp_path / "drawn").mkdir()
+    for place, name in ((whole, "transfer_pgd"), (drawn, "sweep")):
+        save(heat_map(torch.eye(2), "ab", "ab"), place / f"{name}.png")
+    folder(drawn, [line("apgd", 0.5, value=8.0, variable="steps")], "sweep.jsonl")
+    page, _, markdown = made(whole, drawn, out=tmp_path / "up/report.html")
+    assert page.tags.count("img") == 2
     assert "![transfer pgd](<../run/transfer_pgd.png>)" in markdown
-    assert rows(markdown).count(["eps", "clean", "apgd"]) == 1
-    place = rows(markdown).index(["eps", "clean", "apgd"])
-    assert rows(markdown)[place + 2 : place + 4] == [
-        ["1/255", "90.0% (80.0% … 100.0%)", "70.0% (60.0% … 80.0%)"],
-        ["2/255", NONE, "61.2% (51.2% … 71.2%)"],
-    ]
-    assert "Accuracy on 400 test images by eps" in text
-    assert "Every argument of every attack, at eps 1/255" in text
+    assert "![sweep](<../drawn/sweep.png>)" in markdown
 
 
 def test_the_verdict_on_overfitting_is_shown(tmp_path):
@@ -309,18 +298,6 @@ def test_the_verdict_on_overfitting_is_shown(tmp_path):
     _, text, markdown = made(run)
     assert "val/robust/worst: robust overfitting: <b>from</b> epoch 1 to 3." in text
     assert "old" not in text and "robust overfitting" in markdown
-
-
-def test_a_folder_with_a_sweep_or_a_gallery_only(tmp_path):
-    points = [line("apgd", 0.5, value=value, variable="steps") for value in (8.0,)]
-    swept = folder(tmp_path / "sweep", points, "sweep.jsonl")
-    _, _, markdown = made(swept)
-    assert "> **Caution:**" not in markdown
-    assert ["8", "50.0% (46.9% … 53.3%)"] in rows(markdown)
-    drawn = folder(tmp_path / "drawn", [GALLERY], "gallery.jsonl")
-    save(heat_map(torch.eye(2), "ab", "ab"), drawn / "gallery.png")
-    page, _, _ = made(drawn)
-    assert page.tags.count("img") == 1
 
 
 def test_errors_are_one_line(tmp_path, whole, capsys):
@@ -391,22 +368,6 @@ def test_what_an_earlier_process_tested_is_not_shown(tmp_path):
     new = [line("arc", 0.4, session="b")]
     (found,) = find_runs([folder(tmp_path, [*old, *new])])
     assert [r.name for r in found.evaluations.last()] == ["arc"]
-
-
-def test_a_sweep_shows_its_last_study(tmp_path):
-    def point(value, accuracy, key):
-        place = {"variable": "steps", "value": value, "reuse": {"key": key}}
-        return line("apgd", accuracy, **place)
-
-    points = [point(1.0, 0.911, "weak"), point(1.0, 0.722, "strong"), point(2.0, 0.533, "strong")]
-    study = record("sweep_study", "study", variable="steps", points=[[1.0, "weak"]])
-    swept = folder(tmp_path / "sweep", points, "sweep.jsonl")
-    folder(swept, [study], "sweep_studies.jsonl")
-    main(["report", str(swept), "--out", str(tmp_path / "page.html")])
-    page = (tmp_path / "page.md").read_text()
-    assert "91.1" in page
-    assert "72.2" not in page
-    assert "53.3" not in page
 
 
 def test_an_audit_begins_with_its_warnings(tmp_path):

@@ -13,10 +13,6 @@ from lightning_rob.runtime.errors import visible
 LOCAL = "127.0.0.1"  # address of the monitor's page and metrics
 
 
-class MissingRun(ValueError):
-    """A folder or checkpoint that is not there, and may come."""
-
-
 @dataclass(frozen=True)
 class MonitorConfig(CommandConfig):
     """Follow the checkpoints of a run, or a deployed one.
@@ -31,7 +27,7 @@ class MonitorConfig(CommandConfig):
         suite: attacks such as rec_suite, one each time; else PGD, ARC as trained
         alarm: limits: an alarm below robust/worst=0.40,acc=0.80, above blind=0.02
         drop: alarm if worst fell since last or best, p < N; significant: 0.05
-        notify: POST alarms and recoveries to this URL; slack://… by apprise
+        notify: POST alarms and recoveries to this URL
         serve: page, /metrics for Prometheus and /healthz at this port of localhost, such as 9108
         serve_host: address of that port
         every: seconds between two looks into the folder
@@ -71,7 +67,7 @@ class MonitorConfig(CommandConfig):
             if self.out is None:
                 raise ValueError(f"{self.url} needs --out FOLDER: the history is a local file")
         elif not Path(self.run).exists():
-            raise MissingRun(f"there is no folder or checkpoint {self.run}")
+            raise ValueError(f"there is no folder or checkpoint {self.run}")
         if not 0 < self.every < float("inf"):
             raise ValueError(f"--every must be above 0, got {self.every:g}")
         _ = self.level, self.minima  # raise errors before anything is built

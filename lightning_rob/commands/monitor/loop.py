@@ -13,7 +13,7 @@ import torch
 
 from lightning_rob.commands.base import Run, quiet_lightning
 from lightning_rob.commands.checkpoints import RECIPE, load_weights
-from lightning_rob.commands.monitor import MissingRun, MonitorConfig
+from lightning_rob.commands.monitor import MonitorConfig
 from lightning_rob.commands.monitor.comparison import (
     current_results,
     final_alarms,
@@ -61,16 +61,19 @@ def run(config: MonitorConfig, starts: Mapping[str, Start]) -> None:
     """Follow the checkpoints of all sources, one checkpoint at a time."""
     if hasattr(os, "setpriority"):  # not on Windows; it leaves the processor to the training
         os.setpriority(os.PRIO_PROCESS, 0, max(os.getpriority(os.PRIO_PROCESS, 0), NICE))
+    sources: list[Watched] = []
     homes: dict[Path, str] = {}
     with ExitStack() as stack:
         stack.enter_context(raise_thread_errors())
         stack.enter_context(quiet_lightning())
         publisher = stack.enter_context(closing(Publisher(config)))
-        sources = [Watched(name, start, config, publisher, homes) for name, start in starts.items()]
-        for source in sources:
-            stack.callback(source.close)
-            with suppress(MissingRun):  # one of several runs may begin later
-                source.prepare()  # any other mistake in the options ends the process at once
+        for name, start in starts.items():
+            one, build = start()  # a mistake in the options ends the process at once
+            home = one.home.resolve()
+            if (other := homes.setdefault(home, name)) != name:
+                raise ValueError(f"{other} and {name} have one history, {home}: give each its out")
+            sources.append(Watched(name, one, build, publisher))
+            stack.callback(sources[-1].close)
         while waiting := [source for source in sources if source.code is None]:
             following = min(waiting, key=lambda source: source.due)
             if (pause := following.due - monotonic()) > 0:
@@ -85,11 +88,9 @@ class Watched:
     """A source, its history, and the suite by which its checkpoints are evaluated."""
 
     name: str
-    start: Start
     config: MonitorConfig
+    build: Build
     publisher: Publisher
-    homes: dict[Path, str]
-    build: Build | None = None
     due: float = 0.0  # time of the next turn, by `monotonic`
     code: int | None = None  # exit code, once it has ended
     failure: str = ""  # why the last turn failed
@@ -105,17 +106,6 @@ class Watched:
     def label(self) -> str:
         """The beginning of a line about the source, where there are several."""
         return f"{self.name}: " if self.name else ""
-
-    def prepare(self) -> None:
-        """Read the options, once there is anything to watch."""
-        if self.build is None:
-            config, build = self.start()
-            home = config.home.resolve()
-            if (other := self.homes.setdefault(home, self.name)) != self.name:
-                raise ValueError(
-                    f"{other} and {self.name} have one history, {home}: give each its out"
-                )
-            self.config, self.build = config, build
 
     def turn(self) -> None:
         """Take a step; if one of several sources fails, alarm and try again later."""
@@ -150,7 +140,6 @@ class Watched:
 
     def open(self) -> None:
         """Open source and history; a failure leaves no lock behind."""
-        self.prepare()
         home, url = self.config.home, self.config.url
         source: Source = LocalFolder(self.config.folder, self.config.file)
         if url is not None:
@@ -225,7 +214,6 @@ class Watched:
 
     def built(self, file: CheckpointFile) -> Run:
         """Build what the recipe of a checkpoint describes; its weights are not read again."""
-        assert self.build is not None
         recipe = {} if file.config is None else {RECIPE: file.config}
         with TemporaryDirectory() as folder:
             path = Path(folder) / "recipe.ckpt"

@@ -5,18 +5,16 @@ event, and every delivery is an event `notified`. After a kill the next monitor 
 """
 
 import json
-import logging
 import os
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from urllib.error import HTTPError, URLError
-from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from lightning_rob.commands.monitor.display import warn
 from lightning_rob.commands.monitor.history import JUDGED, Fields, History, alarm_after, timestamp
-from lightning_rob.commands.monitor.urls import AUTHORIZATION, WEB, public_name, receiver_name
+from lightning_rob.commands.monitor.urls import AUTHORIZATION, receiver_name
 from lightning_rob.evaluation.records import with_schema
 from lightning_rob.evaluation.results import WORST
 
@@ -37,10 +35,7 @@ class Outbox:
 
     def __init__(self, urls: Sequence[str], history: History, run: str) -> None:
         self.history, self.run = history, run
-        self.senders = {
-            receiver_name(url): _webhook(url) if urlsplit(url).scheme in WEB else _apprise(url)
-            for url in urls
-        }
+        self.senders = {receiver_name(url): _webhook(url) for url in urls}
         self.pauses = dict.fromkeys(self.senders, 0.0)  # seconds; 0 while it accepts them
         self.due = dict.fromkeys(self.senders, 0.0)  # time of the next attempt, by `monotonic`
         self.slow: set[str] = set()  # ids that failed slowly, which the others need not wait for
@@ -71,7 +66,7 @@ class Outbox:
                 try:
                     send(notification(group, self.run))
                 except Exception as error:  # nothing that a receiver does may end the monitor
-                    # The text of an error of a package may have the URL.
+                    # The text of another error may have the URL.
                     reason = str(error) if isinstance(error, Undelivered) else type(error).__name__
                     if (spent := time.monotonic() - began) > SLOW:
                         silence = spent  # each of the others would delay the evaluations as long
@@ -162,25 +157,5 @@ def _webhook(url: str) -> Send:
         except OSError as error:  # such as no response in time
             reason = error.reason if isinstance(error, URLError) else error
             raise Undelivered(str(reason) or type(error).__name__) from None
-
-    return send
-
-
-def _apprise(url: str) -> Send:
-    """Return a function that sends the text by apprise, to Slack, mail and many others."""
-    import apprise
-
-    log = logging.getLogger("apprise")  # without a handler it prints URLs on stderr
-    log.addHandler(logging.NullHandler())
-    log.propagate = False
-    target = apprise.Apprise.instantiate(url, suppress_exceptions=True)
-    if target is None:
-        raise ValueError(f"--notify {public_name(url)}: apprise does not understand this URL")
-    kinds = {"alarm": apprise.NotifyType.FAILURE, "recovery": apprise.NotifyType.SUCCESS}
-
-    def send(notification: Fields) -> None:
-        kind, body = notification["kind"], f"{notification['text']}\nid {notification['id']}"
-        if not target.notify(body, f"lightning-rob: {kind}", kinds[kind]):
-            raise Undelivered("apprise could not deliver it")
 
     return send

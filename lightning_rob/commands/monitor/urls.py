@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from urllib.parse import urlsplit
 
 MODEL = re.compile(r"mlflow:models/([^/:@]+)@([\w.-]+)")
-WEB = ("http", "https")
 AUTHORIZATION = "LIGHTNING_ROB_NOTIFY_AUTHORIZATION"  # environment variable: the header's value
 
 
@@ -41,40 +40,29 @@ def check_remote(url: str) -> None:
         raise ValueError(f"{url} cannot be read: {error}") from error
 
 
-def public_name(url: str) -> str:
-    """Return a URL without user info, path and query, in which chat services have secrets."""
-    parts = urlsplit(url)
-    if parts.scheme not in WEB:
-        return f"{parts.scheme}://…"
-    place = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
-    return place + ("/…" if parts.path.strip("/") or parts.query else "")
-
-
 def receiver_name(url: str) -> str:
-    """Return a printable URL with a digest of what it leaves out, so that names differ."""
-    name = public_name(url)
-    digest = hashlib.sha256(url.encode()).hexdigest()[:6]
-    return f"{name} {digest}" if name.endswith("…") else name
+    """Return a URL without user info, path and query, which may be secrets, and their digest."""
+    parts = urlsplit(url)
+    place = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+    if not (parts.path.strip("/") or parts.query):
+        return place
+    return f"{place}/… {hashlib.sha256(url.encode()).hexdigest()[:6]}"
 
 
 def check_destinations(urls: Sequence[str]) -> None:
     """Refuse URLs that cannot be notified; no error contains a secret."""
     hosts = set()
     for url in urls:
-        scheme, separator, rest = url.partition("://")
+        scheme, _, rest = url.partition("://")
         host = re.split(r"[/?#]", rest)[0]
-        if not (scheme and separator and (host or scheme not in WEB)):
+        if scheme not in ("http", "https") or not host:
             raise ValueError("--notify takes a URL such as https://host/path")
-        if scheme in WEB and "@" in host:
+        if "@" in host:
             raise ValueError(
-                f"--notify {public_name(url)} has user info, which every user of the machine can "
+                f"--notify {receiver_name(url)} has user info, which every user of the machine can "
                 f"see: put the Authorization header into the environment variable {AUTHORIZATION}"
             )
-        if scheme not in WEB and find_spec("apprise") is None:
-            raise ValueError(
-                f"--notify {scheme}://… needs apprise: pip install 'lightning-rob[notify]'"
-            )
-        hosts |= {host} if scheme in WEB else set()
+        hosts.add(host)
     if os.environ.get(AUTHORIZATION) and len(hosts) > 1:
         raise ValueError(
             f"--notify: {AUTHORIZATION} is the secret of one host, got {', '.join(sorted(hosts))}"

@@ -28,7 +28,7 @@ class ReportConfig(CommandConfig):
     """Turn the records of runs into one HTML page, complete in itself, and into Markdown.
 
     A page shows the last evaluation of each run, its robust accuracy epoch by epoch, all
-    arguments of each attack, sweeps and pictures where a run has them, and the recipe.
+    arguments of each attack, pictures where a run has them, and the recipe.
     Several runs are compared in one table.
 
       lightning-rob report logs/version_0     logs/version_0/report.html and .md

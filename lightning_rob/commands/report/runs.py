@@ -115,7 +115,6 @@ class Run:
     label: str  # that no other run on the page has
     evaluations: Evaluations  # of `RobustEval`
     overfitting: list[Fields]  # verdicts of `RobustCheckpoint`
-    sweep: list[Fields]
     monitor: list[Fields]
     audit: Fields  # of `RobustAudit`; empty where there is none
     recipe: str  # text of config.yaml, and its content
@@ -157,8 +156,7 @@ def find_runs(paths: Sequence[str | Path]) -> list[Run]:
             folders.setdefault(folder.resolve(), folder)
     runs = []
     for run in map(read_run, folders.values()):
-        tables = run.sweep or run.monitor or run.audit
-        if run.evaluations.by_stage or tables or run.pictures:
+        if run.evaluations.by_stage or run.monitor or run.audit or run.pictures:
             runs.append(run)
     if not runs:
         searched = ", ".join(map(str, paths))
@@ -214,7 +212,6 @@ def read_run(folder: Path) -> Run:
         label=folder.name,
         evaluations=Evaluations(filter(None, map(attack_result, kinds.get("accuracy", ())))),
         overfitting=list({str(f.get("name")): f for f in kinds.get("overfitting", ())}.values()),
-        sweep=[fields for fields in found if "variable" in fields],
         monitor=list(records_in(folder / MONITOR)),
         audit=audit if is_audit else {},
         recipe=text,

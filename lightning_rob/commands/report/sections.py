@@ -141,7 +141,6 @@ def run_section(run: Run, name: str, level: int, folder: Path) -> Iterator[Block
     if any(result.is_attack for result in final):
         yield Heading(below, "Arguments of the attacks")
         yield attack_table(final)
-    yield from _sweeps(run.sweep, below)
     yield from _pictures(run, below, folder)
     yield from _provenance(run, final)
 
@@ -194,47 +193,6 @@ def _audit(audit: Fields, level: int) -> Iterator[Block]:
     yield table(caption, ["attack", "within", "accuracy>"], rows, kind="matrix")
     rest = [[f["name"], f["severity"], f["text"]] for f in audit["findings"] if f not in loud]
     yield Details("Other checks", [table("", ["check", "severity", "finding"], rest)])
-
-
-def _sweeps(records: Sequence[Fields], level: int) -> Iterator[Block]:
-    variables = [str(fields["variable"]) for fields in records if fields.get("kind") == "accuracy"]
-    for variable in dict.fromkeys(variables):
-        points = list(_points([f for f in records if str(f["variable"]) == variable]))
-        if not points:
-            continue
-        yield Heading(level, f"Sweep over {variable}")
-        yield from map(Warned, few_images([result for _, result in points]))
-        at = {(value, r.key): r for value, r in points}  # of repeated results the last counts
-        last = {r.key: r for _, r in points}
-        keys = sorted(last, key=lambda key: {"clean": 0, "worst": 2}.get(key[0], 1))
-        threats = ["" if variable == "eps" else threat_text(last[key].threat) for key in keys]
-        heads = [Cell(f"{line_name(k)}>", threat) for k, threat in zip(keys, threats, strict=True)]
-        rows = [
-            [value, *(result_cell(at.get((value, key))) for key in keys)]
-            for value in dict.fromkeys(value for value, _ in points)
-        ]
-        n = extent([r.n for _, r in points])
-        caption = f"Accuracy on {n} test images by {variable}, with 95 % intervals"
-        yield table(caption, [variable, *heads], rows)
-        first = [result for value, result in points if value == points[0][0]]
-        if any(result.is_attack and result.attack for result in first):
-            caption = f"Every argument of every attack, at {variable} {points[0][0]}"
-            yield attack_table(first, caption)
-
-
-def _points(records: Sequence[Fields]) -> Iterator[tuple[str, AttackResult]]:
-    """Yield value (as text) and result of the last finished sweep, or of all unfinished ones."""
-    measured = [fields for fields in records if fields.get("kind") == "accuracy"]
-    if finished := [fields for fields in records if fields.get("kind") == "sweep_study"]:
-        points = [(value, key) for value, key in finished[-1]["points"]]
-        measured = [
-            f for f in measured if (f.get("value"), f.get("reuse", {}).get("key")) in points
-        ]
-
-    for fields in sorted(measured, key=lambda fields: float(fields["value"])):
-        if result := attack_result({"stage": "test"} | fields):
-            value = float(fields["value"])
-            yield str(int(value)) if value.is_integer() else short(value), result
 
 
 def _pictures(run: Run, level: int, folder: Path) -> Iterator[Block]:
