@@ -75,8 +75,6 @@ class Curve:
 
 def curves(lines: Sequence[Curve], x_label: str, y_label: str) -> Figure:
     """Draw accuracies in per cent, each line with a band of its intervals; distinct in grey too."""
-    if not lines:
-        raise ValueError("curves needs at least one line, got none")
     figure = blank(5.6, 4.2)
     axes = figure.add_subplot()
     colors = cycle(COLORS)
@@ -150,25 +148,12 @@ def trace(found: Any) -> Figure:
     return figure
 
 
-def convergence(objectives: Sequence[float | None], initial: int, label: str) -> Figure:
+def convergence(objectives: Sequence[float | None], label: str) -> Figure:
     """Draw the objective of each trial [N], the first untuned, None if failed, and the best."""
     found = {i: o for i, o in enumerate(objectives) if o is not None}
-    if not found:
-        raise ValueError(f"convergence needs a trial that did not fail, got {len(objectives)}")
     figure = blank(5.6, 3.6)
     axes = figure.add_subplot()
-    kinds = {
-        "initial": ("s", COLORS[1], [i for i in found if i < initial]),
-        "proposed": ("o", COLORS[0], [i for i in found if i >= initial]),
-    }
-    for name, (marker, color, numbers) in kinds.items():
-        heights = [found[i] for i in numbers]
-        axes.plot(numbers, heights, marker, color=color, markersize=4, label=name)
-    failed = [i for i in range(len(objectives)) if i not in found]
-    if failed:
-        # A failed trial has no objective: it is marked at the bottom.
-        lowest = [min(found.values())] * len(failed)
-        axes.plot(failed, lowest, "x", color="0.4", markersize=5, label="failed")
+    axes.plot([*found], [*found.values()], "o", color=COLORS[0], markersize=4, label="trials")
     # The best so far, continued to the last trial, also one that failed.
     best = list(accumulate(found.values(), max))
     ends = [*found, len(objectives) - 1]
@@ -193,11 +178,6 @@ def heat_map(
     unit: str = "accuracy in %",
 ) -> Figure:
     """Draw a matrix [R, C] in [0, 1] as numbers in per cent, with shades that span 0 to 100 %."""
-    if matrix.shape != (len(rows), len(columns)):
-        raise ValueError(
-            f"a matrix {list(matrix.shape)} needs as many names, "
-            f"got {len(rows)} rows and {len(columns)} columns"
-        )
     percent = 100 * matrix.detach().cpu().double()
     figure = blank(max(CELL * len(columns), 1.2) + 1.7, max(CELL * len(rows), 1.2) + 1.1)
     axes = figure.add_subplot()
@@ -260,8 +240,6 @@ def gallery(
     All perturbations are amplified by one factor, which the figure states; mid-grey is no change.
     `attacks` are the names of the two attacks, `names` the classes' names; None numbers them.
     """
-    if not rows:
-        raise ValueError("a gallery needs at least one case, got none")
     name = str if names is None else names.__getitem__
     shown = [p for row in rows for p in (row.weak, row.strong)]
     classes = {row.label for row in rows} | {k for p in shown for k in p.classes.tolist()}

@@ -43,11 +43,6 @@ class Inputs:
     preprocess: Callable[..., Any] | None = None
     dataloader_idx: int | None = None
 
-    @property
-    def suffix(self) -> str:
-        """The end of logged names where there are several data loaders, as Lightning has it."""
-        return "" if self.dataloader_idx is None else f"/dataloader_idx_{self.dataloader_idx}"
-
 
 class Images:
     """The images of one evaluation, each of which one process yields once.

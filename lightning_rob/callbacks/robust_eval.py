@@ -1,7 +1,7 @@
 """Robust accuracy at every validation and test, beside the clean one."""
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain, count
@@ -36,7 +36,7 @@ from lightning_rob.evaluation.records import (
     versions,
 )
 from lightning_rob.evaluation.results import EvaluationResult, worst_measurement, worst_over
-from lightning_rob.evaluation.store import KNOWN, PerImageResults, save_images
+from lightning_rob.evaluation.store import KNOWN, PerImageResults
 from lightning_rob.evaluation.suites import plug_in_for
 from lightning_rob.runtime.errors import at_least
 from lightning_rob.runtime.identity import attack_spec, cache_key, fingerprint
@@ -62,11 +62,13 @@ class RobustEval(EvaluationCallback):
     attacks on the full defense in the run (`lightning_rob.evaluation.worst_case`);
     `{stage}/robust/findings`, the number of warnings and severe findings of the checks; and
     `{stage}/robust/blind`, the largest share of images on which an attack had no gradient to follow
-    (`EvaluationResult.blind`). Images are attacked in groups by index and noise is keyed by image,
-    so that batch size and number of processes change nothing. A defense that adapts to the test
-    batch is attacked in rounds; "clean" is its accuracy on unperturbed images.
+    (`EvaluationResult.blind`). `robust.jsonl` in the run's folder has a line for each result.
 
-    The first of several such callbacks on a data loader evaluates the attacks of all, each in the
+    Images are attacked in groups by index and noise is keyed by image, so that batch size and
+    number of processes change nothing. A defense that adapts to the test batch is attacked in
+    rounds; "clean" is its accuracy on unperturbed images.
+
+    The first of several such callbacks evaluates the attacks of all, each in the
     epochs that its own callback asks for, and those of equal target and settings together. It logs,
     records and prints for all of them; its `results` are the rows of the whole table. An attack
     that an earlier callback runs is left out, and a name that it uses for another is numbered.
@@ -79,14 +81,11 @@ class RobustEval(EvaluationCallback):
         inferences: predictions of each image, clean or perturbed once; of more than one the table
             has the 95 % t interval, the spread by the defense's own randomness.
         panel: number of images that are drawn: clean, perturbation, adversarial.
-        record: file in the run's folder to which each result is appended as a line of JSON.
         eps: radius of all attacks instead of their own, in pixel units; step sizes keep their
             share of it.
         norm: norm of all attacks instead of their own, with `eps`: "l2" and 128/255.
         protocol: rounds in which a defense that adapts is attacked; None is `RoundProtocol()` for
             such a defense, and canonical groups for any other.
-        save_images: keep the perturbed images in the run's folder, without loss: PNG of those that
-            a `Quantized8Bit` attack makes, else float32 arrays.
         private_draws: fresh defenders, each with private randomness of its own, that adapt to the
             same perturbed batch; of more than one the intervals hold that randomness too.
         power: number of images, of each process, on which the attacks are tested: do they find
@@ -105,12 +104,10 @@ class RobustEval(EvaluationCallback):
         target: Callable[[Defense], Defense] = full_defense,
         repeats: int = 1,
         panel: int = 6,
-        record: str = "robust.jsonl",
         eps: Length | None = None,
         norm: Norm | None = None,
         inferences: int = 1,
         protocol: RoundProtocol | None = None,
-        save_images: bool = False,
         private_draws: int = 1,
         power: int = 0,
         known_noise: bool = False,
@@ -131,8 +128,6 @@ class RobustEval(EvaluationCallback):
         )
         self.target = target
         self.panel = panel
-        self.record = record
-        self.save_images = save_images
         self.power = power
         self.train_images = train_images
         self.evaluations: list[TargetEvaluation] = []
@@ -145,34 +140,13 @@ class RobustEval(EvaluationCallback):
     def conditions(self) -> tuple[Any, ...]:
         return self.target, self.settings, self.every_n_epochs
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        before = self.attacks
-        super().setup(trainer, pl_module, stage)
-        earlier = self.earlier(trainer)
-        if any(one.inputs != self.inputs for one in earlier):
-            raise ValueError(
-                "all callbacks of a run need the same unpack and preprocess: their worst case is "
-                "one number; evaluate another preprocessing in another run"
-            )
-        for name, attack in self.attacks.items() if trainer.is_global_zero else ():
-            if name in before:
-                continue
-            taken = next(old for old, other in before.items() if other is attack)
-            other = next(one.attacks[taken].threat for one in earlier if taken in one.attacks)
-            radius = "" if attack.threat == other else f", at {attack.threat} instead of {other}"
-            console_of(trainer).print(
-                f"The name {taken} is taken by an earlier callback: this attack is {name}{radius}.",
-                highlight=False,
-                soft_wrap=True,
-            )
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse `train_images` of a stream before a step is taken; here loaders are known."""
         if self.train_images:
             _labelled_data(trainer)
 
     def evaluated_for(self, trainer: Trainer) -> Sequence["RobustEval"]:
-        """Return all callbacks of this kind on this data loader if this is the first of them."""
+        """Return all callbacks of this kind if this is the first of them."""
         peers = self.peers(trainer)
         if self not in peers:  # called by another callback
             return [self]
@@ -186,8 +160,7 @@ class RobustEval(EvaluationCallback):
             one.result, one.results, one.evaluations = None, [], []
             one.train_result, one.on_train = None, []
             if one.due(trainer):
-                shown = (one.panel, one.record, one.save_images)
-                how = (one.target, one.settings, *shown, one.power, one.train_images)
+                how = (one.target, one.settings, one.panel, one.power, one.train_images)
                 together.setdefault(how, []).append(one)
         # Other targets see the same images if these come in the same groups or rounds.
         passes: dict[Hashable, Images] = {}
@@ -283,7 +256,6 @@ class RobustEval(EvaluationCallback):
             defense = self.defense_of(pl_module)
             title = [getattr(pl_module, "method", type(pl_module).__name__)]
             title += [type(defense).__name__] if defense.transductive else []
-            title += [f"data loader {self.inputs.dataloader_idx}"] if self.inputs.suffix else []
             print_table(" · ".join(title), self.results, console_of(trainer))
 
 
@@ -336,7 +308,6 @@ class TargetEvaluation:
         self.details |= {"target": self.target_name, "plug_in": plug_in_for(whole)}
         self.details |= {"stage": "train"} if on_train else {}
         self.panels: dict[str, Tensor] = {}
-        self.image_folder: Path | None = None
         store = self._store()
         self.evaluator = Evaluator(
             defense,
@@ -365,8 +336,6 @@ class TargetEvaluation:
         if (counts := store.counts()) and trainer.is_global_zero:
             known = ", ".join(f"{name} {number}" for name, number in counts.items())
             console_of(trainer).print(f"Continuing. Images scored already: {known}.")
-        if self.first.save_images and folder and not trainer.sanity_checking:
-            self.image_folder = unfinished or folder / "images"
         return store
 
     @cached_property
@@ -386,7 +355,6 @@ class TargetEvaluation:
             "data": f"{type(data).__name__}, {number} images",
             "group_size": batches if self.images.positions is None else self.settings.group_size,
             "protocol": self.details.get("protocol"),
-            "save_images": self.first.save_images,
             "names": list(self.attacks),  # the order of the columns
             "attacks": {name: threat_model_card(attack) for name, attack in self.attacks.items()},
             "versions": versions(),
@@ -396,40 +364,36 @@ class TargetEvaluation:
         }
 
     def attacked(self, batch: AttackedBatch) -> None:
-        """Advance the progress bar, draw the panel and save the images."""
+        """Advance the progress bar and draw the panel."""
         self.advance(batch.name, len(batch.index))
-        if self.on_train or batch.x_adv is None or batch.before is None or batch.after is None:
+        if self.on_train or batch.x_adv is None:
             return  # nothing to show, or of an earlier run
         size = self.first.panel
         if size and batch.name not in self.panels:
-            pictures = (batch.x, batch.x_adv, batch.y, batch.before, batch.after)
-            self.panels[batch.name] = image_grid(*(part[:size] for part in pictures))
-        if self.image_folder:
-            save_images(self.image_folder / self._stem([batch.name]), batch.index, batch.x_adv)
+            self.panels[batch.name] = image_grid(batch.x[:size], batch.x_adv[:size])
 
     def write(self, folder: Path) -> None:
         """Write the scores image by image, the records and the panels."""
         trainer, stage = self.trainer, self.details["stage"]
         # Another test of the run must not replace the file of the first.
-        path = folder / "images" / f"{self._stem(self.attacks)}.csv"
+        path = folder / "images" / f"{self.stem}.csv"
         numbered = (path.with_stem(f"{path.stem}-{i}") for i in count(2))
         path = next(p for p in chain([path], numbered) if not p.exists())
         position = checkpoint_position(trainer)
         self.result.save(path, self.card | {"stage": stage, "session": SESSION, **position})
-        self.evaluator.store.copy_images(path.parent)
-        append_records(folder / self.first.record, (row.record() for row in self.rows))
+        append_records(folder / "robust.jsonl", (row.record() for row in self.rows))
         for name, picture in self.panels.items():
-            tag = f"{stage}/adversarial/{name}{self.first.inputs.suffix}"
-            log_picture(trainer, tag, picture)
+            log_picture(trainer, f"{stage}/adversarial/{name}", picture)
 
-    def _stem(self, names: Iterable[str]) -> str:
-        trainer, (first, *more) = self.trainer, names
+    @property
+    def stem(self) -> str:
+        """The name of the file of scores, without its suffix."""
+        trainer, (first, *more) = self.trainer, self.attacks
         epoch = [f"epoch{trainer.current_epoch:04d}"] if trainer.state.fn == "fit" else []
         often = trainer.val_check_interval
         if epoch and not (isinstance(often, float) and often == 1):  # several in an epoch
             epoch.append(f"step{trainer.global_step:06d}")
-        loader = [self.first.inputs.suffix.strip("/")] if self.first.inputs.suffix else []
         target = [self.target_name] if self.target is not full_defense else []
         joined = "+".join([first, *more])
         joined = joined if len(joined) <= LONGEST_NAME else f"{first}+{len(more)}_more"
-        return "-".join(["test" if trainer.testing else "val", *epoch, *loader, *target, joined])
+        return "-".join(["test" if trainer.testing else "val", *epoch, *target, joined])

@@ -136,11 +136,8 @@ class AttackedBatch:
     name: str  # of the attack
     index: Tensor  # [B] the images' indices
     x: Tensor  # [B, C, H, W] clean images
-    y: Tensor  # [B] labels
     # None where the scores are of an earlier run:
     x_adv: Tensor | None = None  # [B, C, H, W] perturbed images
-    before: Tensor | None = None  # [B, K] probabilities on the clean images
-    after: Tensor | None = None  # [B, K] probabilities on the perturbed images
 
 
 class Evaluator:
@@ -211,7 +208,7 @@ class Evaluator:
         outcomes = self.store.log.load(x, y, index)
         for name in self.attacks:
             if name in outcomes:
-                self.attacked(AttackedBatch(name, index, x, y))
+                self.attacked(AttackedBatch(name, index, x))
         names = (CLEAN, *self.attacks)
         if not outcomes.keys() >= set(names):
             # The defense's noise is that of each attack's first repeat, so that scores differ by
@@ -279,7 +276,7 @@ class Evaluator:
             self.recovered.add(name)
         if not self.joint:
             self._check(name, x_adv, y, index)
-        self.attacked(AttackedBatch(name, index, x, y, x_adv, before, found[0]))
+        self.attacked(AttackedBatch(name, index, x, x_adv))
         return BatchOutcome(
             total / repeats,
             predicted_class(found[0], self.defense.rejects),

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_rob import PGD, CorruptionEval, RobustEval, Threat, evaluate
 from lightning_rob.attacks import CommonCorruption
 from lightning_rob.defenses import Single
-from lightning_rob.evaluation import common_corruptions, corruption_errors, corruption_table
+from lightning_rob.evaluation import common_corruptions, corruption_table
 from lightning_rob.metrics import corruption_error
 from lightning_rob.modules import AdversarialTraining
 from tests.tiny import quiet_trainer
@@ -57,16 +57,6 @@ def test_logs_each_accuracy_and_both_means(package, capsys):
     assert logged["test/corruption/mce"] == pytest.approx(corruption_error(errors, REFERENCE))
     assert logged["test/robust/worst"] == logged["test/robust/pgd"] > 1 - darker[-1]
     assert f"mCE {logged['test/corruption/mce']:.1%}" in capsys.readouterr().out
-
-
-def test_a_script_has_the_same_figures(package):
-    names, severities = ["grainy"], [2, 5]
-    logged = logged_by(CorruptionEval(names, severities))
-    attacks = common_corruptions(names, severities)
-    result = evaluate(Mean(), attacks, [(X, Y)], progress=False)
-    errors = corruption_errors(result, names, severities)
-    assert logged["test/corruption/error"] == pytest.approx(corruption_error(errors))
-    assert "test/corruption/mce" not in logged
 
 
 def test_one_table_of_corruption_severity_and_attack(package, capsys):

@@ -108,7 +108,6 @@ def test_plug_in_counts_and_draws_at_test_only(tmp_path):
 def test_bad_arguments(ensemble):
     for options, message in (
         ({"count": 0}, "count must be at least 1, got 0"),
-        ({"max_images": 0}, "max_images must be at least 1, got 0"),
         ({"names": ["one"]}, "names must be two"),
     ):
         with pytest.raises(ValueError, match=message):

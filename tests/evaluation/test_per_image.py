@@ -4,16 +4,14 @@ import csv
 import time
 from zlib import crc32
 
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
-from PIL import Image
 
 from lightning_rob.callbacks import RobustEval
 from lightning_rob.evaluation.result_file import read_result_file, write_result_file
 from lightning_rob.evaluation.resume_log import BatchOutcome, ResumeLog
-from lightning_rob.evaluation.store import PerImageResults, predicted_class, save_images
+from lightning_rob.evaluation.store import PerImageResults, predicted_class
 from tests.forked import start
 from tests.schema import checked
 from tests.tiny import Blobs, arc, pgd, recipe, records, robust_eval, run
@@ -234,18 +232,3 @@ def test_another_file_is_no_record(tmp_path):
     (tmp_path / "a.json").write_text(none.replace("1", "2"))
     with pytest.raises(ValueError, match="its schema is 2, this version reads 1"):
         read_result_file(tmp_path / "a.csv")
-
-
-def test_images_are_saved_without_loss(tmp_path):
-    x = torch.rand(2, 3, 5, 5)
-    x[1] = (x[1] * 255).round() / 255
-    save_images(tmp_path, torch.tensor([3, 8]), x)
-    assert torch.equal(torch.from_numpy(np.load(tmp_path / "3.npz")["image"]), x[0])
-    pixels = torch.from_numpy(np.array(Image.open(tmp_path / "8.png"))).permute(2, 0, 1)
-    assert torch.equal(pixels.float() / 255, x[1])
-
-
-def test_perturbed_images_can_be_kept(trained, tmp_path):
-    evaluated(tmp_path, trained, save_images=True)
-    kept = sorted(path.stem for path in (tmp_path / "run/version_0/images/test-arc").iterdir())
-    assert kept == sorted(str(number) for number in range(33))

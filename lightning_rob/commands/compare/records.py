@@ -84,17 +84,11 @@ def run(config: CompareConfig) -> None:
 
 
 def _read(path: Path) -> ResultFile:
-    if not path.is_dir():
-        return read_result_file(path)
-    files = sorted(str(file) for file in path.rglob("*.csv") if file.parent.name == "images")
-    if len(files) == 1:
-        return read_result_file(Path(files[0]))
-    if files:
-        raise ValueError(f"{path} is a folder: name a record in it, {' or '.join(files)}")
-    raise ValueError(
-        f"{path} has no record images/*.csv to compare: attack a checkpoint first, "
-        "lightning-rob test CHECKPOINT --trainer.callbacks+=adaptive_pgd"
-    )
+    if path.is_dir():
+        files = sorted(str(file) for file in path.rglob("images/*.csv"))
+        named = " or ".join(files) or "but `lightning-rob test` has left none there"
+        raise ValueError(f"{path} is a folder: name a record in it, {named}")
+    return read_result_file(path)
 
 
 def compared(pairs: Sequence[Pair]) -> list[Comparison]:

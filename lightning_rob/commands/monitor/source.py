@@ -35,10 +35,6 @@ class Unreachable(InputError):
         super().__init__(without_secrets(reason))  # it may name a server with its password
 
 
-class Refused(Unreachable):
-    """One checkpoint cannot be fetched now, although the source can be listed."""
-
-
 class Replaced(InputError):
     """A checkpoint was replaced or deleted while it was read."""
 
@@ -157,8 +153,9 @@ class Bucket(RemoteSource):
         except Exception as error:  # of any package
             if isinstance(error, OSError) and error.errno in UNWRITABLE:
                 raise
-            self._listed()  # raises the error of a bucket that is away as a whole
-            raise Refused(f"{self.url}: {name} cannot be fetched: {reason_of(error)}") from error
+            raise Unreachable(
+                f"{self.url}: {name} cannot be fetched: {reason_of(error)}"
+            ) from error
         if self.stamps().get(name) != stamp:
             raise Replaced(f"{self.url}: {name} was replaced while it was fetched")
 

@@ -17,7 +17,6 @@ from lightning_rob.commands.report.blocks import (
     Warned,
     html,
     markdown,
-    page_template,
 )
 from lightning_rob.commands.report.runs import Run, find_runs
 from lightning_rob.commands.report.sections import comparison, run_section
@@ -29,8 +28,8 @@ class ReportConfig(CommandConfig):
     """Turn the records of runs into one HTML page, complete in itself, and into Markdown.
 
     A page shows the last evaluation of each run, its robust accuracy epoch by epoch, all
-    arguments of each attack, sweeps, matrices and pictures where a run has them, and the
-    recipe. Several runs are compared in one table.
+    arguments of each attack, pictures where a run has them, and the recipe.
+    Several runs are compared in one table.
 
       lightning-rob report logs/version_0     logs/version_0/report.html and .md
       lightning-rob report logs               all runs below logs, compared
@@ -39,7 +38,6 @@ class ReportConfig(CommandConfig):
     Args:
         runs: folders of runs, or folders above runs
         out: the page, .html; else report.html in RUN, or here if there are several
-        template: Jinja template of the page, which may extend "page.html"
     """
 
     positional: ClassVar[str] = "runs"
@@ -48,7 +46,6 @@ class ReportConfig(CommandConfig):
 
     runs: tuple[Path, ...] = ()
     out: Path | None = None
-    template: Path | None = None
 
     def __post_init__(self) -> None:
         if not self.runs:
@@ -63,7 +60,7 @@ def run(config: ReportConfig) -> None:
         if not any(path.is_relative_to(folder.resolve()) for path in known):
             print(visible(f"Nothing is recorded in {folder}"), file=sys.stderr)
     folder = config.runs[0] if len(config.runs) == 1 else Path()
-    for path in _write(runs, config.out or folder / "report.html", config.template):
+    for path in _write(runs, config.out or folder / "report.html"):
         print(visible(f"Wrote {path}"))
 
 
@@ -72,7 +69,7 @@ def report(folders: Sequence[str | Path], out: Path) -> tuple[Path, Path]:
     return _write(find_runs(folders), out)
 
 
-def _write(runs: Sequence[Run], out: Path, template: Path | None = None) -> tuple[Path, Path]:
+def _write(runs: Sequence[Run], out: Path) -> tuple[Path, Path]:
     if out.suffix != ".html":
         raise ValueError(f"--out is the page and ends in .html, got {out}")
     beside = out.with_suffix(".md")
@@ -82,7 +79,7 @@ def _write(runs: Sequence[Run], out: Path, template: Path | None = None) -> tupl
     title = f"Robustness of {title}"
     sections = list(_sections(runs, title, out.parent))
     pages = [page for page, _ in sections]
-    page = page_template(TEMPLATES, template).render(title=title, sections=pages)
+    page = TEMPLATES.get_template("page.html").render(title=title, sections=pages)
     text = "\n\n".join(text for _, text in sections) + "\n"
     out.write_text(page, "utf-8", "backslashreplace")
     beside.write_text(text, "utf-8", "backslashreplace")

@@ -182,7 +182,7 @@ def write_outcome(study: Study, run: Run, folder: Path) -> None:
     terms = space.objective.items()
     label = " + ".join(m if w == 1 else f"{w:g} {m}" for m, w in terms if w)
     objectives = [trial.objective for trial in trials]
-    save(convergence(objectives, study.search.initial, label), folder / "convergence.png")
+    save(convergence(objectives, label), folder / "convergence.png")
 
     failed = sum(trial.error is not None for trial in trials)
     stopped = sum(trial.stopped for trial in trials)
