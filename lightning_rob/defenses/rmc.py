@@ -35,7 +35,7 @@ from lightning_rob.randomness import (
 from lightning_rob.rules import Rule, mean_probs
 from lightning_rob.runtime.errors import at_least
 from lightning_rob.runtime.files import atomic_write
-from lightning_rob.runtime.identity import cache_key, check_describable, fingerprint
+from lightning_rob.runtime.identity import cache_key, fingerprint
 
 Attacker = Callable[[Defense, Tensor, Tensor, Generator], Any]  # to a Tensor, see `data.samples`
 Stop = Literal["either", "both"]
@@ -306,7 +306,6 @@ class FeatureStore:
         if self.cache:
             some = torch.unique(torch.linspace(0, len(source) - 1, SAMPLED).long())
             made_by = [self.attack, *self.augment]
-            check_describable(made_by)
             numbers = [FORMAT, BATCH, self.copies, self.layer, self.seed, len(source)]
             own = {"net": network, "made_by": made_by, "numbers": numbers}
             place = Path(self.cache) / f"rmc-{cache_key(**own, images=source.gather(some))}.pt"

@@ -276,12 +276,6 @@ def test_another_network_in_the_same_defense_is_remembered_anew():
     assert not torch.equal(after.x, before.x)
 
 
-def test_a_cache_needs_settings_that_have_a_description(tmp_path):
-    with pytest.raises(ValueError, match="files in a cache are named after what they depend on"):
-        remembered(FeatureStore(object(), cache=str(tmp_path)))
-    assert not list(tmp_path.iterdir())
-
-
 class Interrupted(Recorder):
     """Ctrl-C in the middle of the attack."""
 
