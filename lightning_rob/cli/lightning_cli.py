@@ -21,11 +21,7 @@ from lightning_rob.callbacks.guard import TerminateOnNonFinite
 from lightning_rob.callbacks.images import gather
 from lightning_rob.callbacks.loggers import run_folder, writing_folder
 from lightning_rob.cli.checkpoints import SafeCheckpointIO
-from lightning_rob.cli.errors import (
-    saved_arguments,
-    shorten_jsonargparse_error,
-    shorten_state_dict_error,
-)
+from lightning_rob.cli.errors import shorten_jsonargparse_error, shorten_state_dict_error
 from lightning_rob.cli.options import (
     NAMED,
     OF_METHODS,
@@ -35,7 +31,7 @@ from lightning_rob.cli.options import (
     read_command_line,
 )
 from lightning_rob.commands.base import trained_threat
-from lightning_rob.commands.checkpoints import RECIPE, config_in_checkpoint
+from lightning_rob.commands.checkpoints import RECIPE, config_in_checkpoint, read_checkpoint
 from lightning_rob.commands.thresholds import parse_thresholds, violations
 from lightning_rob.evaluation.evaluate import as_defense
 from lightning_rob.evaluation.suites import plug_in_for
@@ -44,7 +40,7 @@ from lightning_rob.recipes.plugins import expand_recipe
 from lightning_rob.recipes.safe_yaml import load, one_line, reading_recipes
 from lightning_rob.recipes.trust import OPTION, allowed
 from lightning_rob.runtime.errors import Fault, InputError, NoGradientError
-from lightning_rob.runtime.files import UNWRITABLE, atomic_write_text, raise_thread_errors
+from lightning_rob.runtime.files import UNWRITABLE, atomic_write_text
 from lightning_rob.runtime.processes import supervised_processes
 from lightning_rob.threat import Threat
 
@@ -123,7 +119,7 @@ class RobustCLI(LightningCLI):
     in_place_of = ""  # Lightning's method of which this runs a command in the place
 
     def __init__(self, line: CommandLine | Sequence[str], run: bool = True) -> None:
-        self.checkpoint_io, self.saved_arguments = SafeCheckpointIO(), dict[str, Any]()
+        self.checkpoint_io = SafeCheckpointIO()
 
         def ranks() -> Any:
             strategy = getattr(getattr(self, "trainer", None), "strategy", None)
@@ -137,7 +133,7 @@ class RobustCLI(LightningCLI):
             self.method = (self.in_place_of or line.command) if run else ""
             # Without a run, the checkpoint says what to build, and its weights are not loaded.
             args = [arg for arg in line.args if run or not arg.startswith("--ckpt_path=")]
-            with raise_thread_errors(), supervised, reading_recipes():
+            with supervised, reading_recipes():
                 super().__init__(
                     LightningModule,
                     LightningDataModule,
@@ -158,12 +154,9 @@ class RobustCLI(LightningCLI):
                     # Else threads of the backend may abort the interpreter while it ends.
                     torch.distributed.destroy_process_group()
         except USER_ERRORS as error:
-            text = shorten_jsonargparse_error(self._describe(error))
-            if "arguments are required" in text:
-                text += saved_arguments(self.saved_arguments)
-            raise InputError(text) from error
+            raise InputError(shorten_jsonargparse_error(self._describe(error))) from error
         except RuntimeError as error:
-            raise shorten_state_dict_error(error, self.saved_arguments) from error
+            raise shorten_state_dict_error(error) from error
         except ProcessException as error:  # of ddp_spawn and its like
             raise Fault(str(error).strip().rpartition("\n")[2]) from error
 
@@ -173,10 +166,7 @@ class RobustCLI(LightningCLI):
         given = any(re.match(r"--(model|config)|-c", arg) for arg in self.line.args)
         given = given or any(map(asks_for_page, self.line.args))
         if path is not None and path not in NAMED:
-            content = self.checkpoint_io.peek(path)
-            recipe = config_in_checkpoint(content, path)
-            # Of a Trainer of the user's: not read, for they may be of another class.
-            self.saved_arguments = {} if recipe else content.get("hyper_parameters") or {}
+            recipe = config_in_checkpoint(read_checkpoint(path), path)
             if not (recipe or given):
                 raise InputError(
                     f"{path} does not say what it is a checkpoint of: add --config RECIPE or, of "

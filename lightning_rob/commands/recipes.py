@@ -85,18 +85,11 @@ def run(config: RecipesConfig) -> None:
         copy = Path(source.name)
         if copy.exists():
             raise InputError(f"{copy} exists already: rename it, or go to another folder")
-        _copy(source, copy)
+        if source.is_dir():
+            shutil.copytree(source, copy, copy_function=shutil.copyfile)
+        else:
+            shutil.copyfile(source, copy)  # without its mode: the package may be read-only
         print(f"Wrote {copy}")
-
-
-def _copy(source: Path, copy: Path) -> None:
-    """Copy a file or a folder without its modes: that of the package may be read-only."""
-    if not source.is_dir():
-        shutil.copyfile(source, copy)
-        return
-    copy.mkdir()
-    for part in sorted(source.iterdir()):
-        _copy(part, copy / part.name)
 
 
 def shipped_files(folder: str) -> dict[str, Path]:

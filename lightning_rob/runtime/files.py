@@ -6,10 +6,8 @@ import io
 import json
 import os
 import stat
-import threading
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -99,26 +97,6 @@ def stamp_of(path: Path) -> Stamp | None:
     except OSError:
         return None
     return (state.st_ino, state.st_size, state.st_mtime_ns) if path.is_file() else None
-
-
-@contextmanager
-def raise_thread_errors() -> Iterator[None]:
-    """Re-raise write errors of background threads, such as TensorBoard's, when the block ends."""
-    previous, failures = threading.excepthook, list[OSError]()
-
-    def record(failure: Any) -> None:
-        if isinstance(failure.exc_value, OSError) and failure.exc_value.errno in UNWRITABLE:
-            failures.append(failure.exc_value)
-        else:
-            previous(failure)
-
-    threading.excepthook = record
-    try:
-        yield
-    finally:
-        threading.excepthook = previous
-    if failures:
-        raise failures[0]
 
 
 def check_regular(path: Path) -> None:

@@ -6,7 +6,6 @@ import pytest
 import torch
 import yaml
 
-from lightning_rob.cli.checkpoints import SafeCheckpointIO
 from lightning_rob.cli.options import read_command_line
 from tests.tiny import (
     CKPT,
@@ -145,17 +144,6 @@ def test_predict_writes_class_probabilities(trained, tmp_path, monkeypatch):
     assert table[:, 0].tolist() == list(range(33))
     torch.testing.assert_close(table[:, 2:].sum(1), torch.ones(33))
     assert torch.equal(table[:, 1], table[:, 2:].argmax(1).float())
-
-
-def test_a_checkpoint_that_changes_after_its_recipe_was_read_is_read_again(tmp_path):
-    path = tmp_path / "last.ckpt"
-    reader, writer = SafeCheckpointIO(), SafeCheckpointIO()
-    for epoch in (0, 1):
-        writer.save_checkpoint({"state_dict": {}, "epoch": epoch}, path)
-        if epoch == 0:
-            assert reader.peek(str(path))["epoch"] == 0
-    assert reader.load_checkpoint(path)["epoch"] == 1
-    assert reader.loaded == {"epoch": 1}
 
 
 def test_a_refused_fit_leaves_no_folder(tmp_path, capsys):

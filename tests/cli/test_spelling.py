@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from lightning_rob.cli.errors import shorten_jsonargparse_error, shorten_state_dict_error
+from lightning_rob.cli.errors import shorten_jsonargparse_error
 from lightning_rob.cli.options import read_command_line
 from lightning_rob.cli.spelling import check_content
 from lightning_rob.recipes.plugins import expand
@@ -127,26 +127,20 @@ CHECKPOINT = f"--ckpt_path={shipped_folder()}/zoo/digits_robust/checkpoints/last
         (["test", "--trainer.max_epochs", "3", ZOO], ["--trainer.max_epochs=3", CHECKPOINT]),
         (
             ["audit", "--strict", ZOO, "--eps", "1/5", "--allow-import=tests"],
-            ["--strict=true", CHECKPOINT, "--eps=0.2"],
+            [CHECKPOINT],
         ),
-        (["monitor", "--once", ".", "--suite", "arc"], ["--once=true", "--run=.", "--suite+=arc"]),
     ],
 )
 def test_a_checkpoint_needs_no_option(args, read):
     line = read_command_line(*args)
     assert (line.command, line.args) == (args[0], read)
     assert line.allowed == (["tests"] if args[-1].endswith("tests") else [])
+    assert line.options is None or (line.options.strict, line.options.eps) == (True, 0.2)
 
 
-def test_own_modules_get_advice(tmp_path, monkeypatch):
-    """A module beside the recipe, and arguments that Lightning saved in a checkpoint."""
+def test_a_module_beside_the_recipe_gets_advice(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     error = "Parser key \"model\": No module named 'own'"
     assert "PYTHONPATH" not in shorten_jsonargparse_error(error)
     (tmp_path / "own.py").touch()
     assert shorten_jsonargparse_error(error).endswith("so set PYTHONPATH=.")
-    wrong = RuntimeError("Error(s) in loading state_dict for A:\n\tsize mismatch for net.0.bias: b")
-    found = str(shorten_state_dict_error(wrong, {"hidden": 64, "net": object(), "_class": "A"}))
-    assert "1 weights of another shape (e.g. net.0.bias); it was saved with" in found
-    assert found.endswith("Give --model.hidden=64")
-    assert str(shorten_state_dict_error(wrong, {})).endswith("(e.g. net.0.bias)")

@@ -32,8 +32,8 @@ class BpdaConfig(CommandConfig):
 
     Args:
         out: folder for the networks
-        transforms: names such as Affine,Swirl; all; nondifferentiable; or with arguments, as
-            YAML, '{Affine: {alpha: 0.2}}'; else the recipe's, or all
+        transforms: names such as Affine,Swirl; all; nondifferentiable; else the recipe's with
+            their arguments, or all
         epochs: passes over the images
         max_images: the first N training images; else all
         device: cpu, cuda; else cuda where there is one

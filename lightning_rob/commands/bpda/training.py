@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
@@ -15,7 +14,6 @@ from lightning_rob.commands.bpda import BpdaConfig
 from lightning_rob.data import ImageData
 from lightning_rob.data.base import IndexedSubset
 from lightning_rob.randomness import derive_seed
-from lightning_rob.recipes.safe_yaml import load
 from lightning_rob.transforms import Bilateral, Transform, catalogue, named
 from lightning_rob.transforms.bpda import (
     held_out,
@@ -83,15 +81,7 @@ def build_transforms(chosen: Mapping[str, Any] | str) -> dict[str, Transform]:
     if chosen in ("all", "nondifferentiable"):
         return named([kind() for kind in kinds])
     if isinstance(chosen, str):
-        # Names alone are YAML too: one text with commas.
-        try:
-            content = load(chosen)
-        except yaml.YAMLError as error:
-            raise ValueError(
-                f"--transforms takes names or YAML, got {chosen!r}: {error}"
-            ) from error
-        names = [name.strip() for name in str(content).split(",") if name.strip()]
-        chosen = content if isinstance(content, dict) else {name: {} for name in names}
+        chosen = {name.strip(): {} for name in chosen.split(",") if name.strip()}
     return named(chosen)
 
 

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,9 @@ from lightning_rob.commands.base import Run, without_reporting
 from lightning_rob.commands.sweep import OF_DEFENSE, SweepConfig, Value
 from lightning_rob.commands.sweep.table import Row, SweepTable
 from lightning_rob.defenses import Defense, Ensemble
-from lightning_rob.evaluation.records import Result, append_records, versions
+from lightning_rob.evaluation.records import Result, append_records
 from lightning_rob.evaluation.results import WORST, worst_measurement, worst_over
+from lightning_rob.plots import save
 from lightning_rob.runtime.errors import Fault, reason_of
 from lightning_rob.runtime.files import read_json_lines
 from lightning_rob.runtime.identity import attack_spec, cache_key, fingerprint
@@ -32,7 +32,7 @@ RECORD, SCORES = "sweep.jsonl", "sweep_scores"
 
 
 def run(config: SweepConfig, built: Run) -> None:
-    """Sweep, print the table, and write record, table and figure."""
+    """Sweep, print the table, and write records and figure."""
     weights = fingerprint(built.defense)
     name = Path(built.checkpoint).stem if built.checkpoint else type(built.model).__name__
     folder = config.out or Path("sweeps") / f"{name}_{weights[:8]}_{config.over}"
@@ -42,15 +42,16 @@ def run(config: SweepConfig, built: Run) -> None:
         points = planned(config, [one for one in callbacks if one.attacks], built)
         table, failures = swept(config.own(points), config, built, others, folder)
     if built.trainer.is_global_zero and config.part is None:
-        facts = {
-            "command": built.command,
-            "date": datetime.now().astimezone().isoformat(" ", "minutes"),
-            "model": f"{type(built.model).__name__}, weights {weights}",
-            "checkpoint": built.checkpoint or "none",
-            "data": f"test images of {type(built.data).__name__}",
-            "versions": ", ".join(f"{package} {v}" for package, v in versions().items()),
-        }
-        SweepTable(config, table, facts).write(folder)
+        outcome = SweepTable(config, table)
+        outcome.show()
+        # `sweep.jsonl` may hold other sweeps, so a record of its own says what this table has.
+        keys = [[point.value.number, point.key] for point in points if point.value in table]
+        study = {"kind": "sweep_study", "variable": config.over, "points": keys}
+        append_records(folder / "sweep_studies.jsonl", [study | {"command": built.command}])
+        save(outcome.figure(), folder / "sweep.png")
+        if config.best:
+            print(outcome.best())
+        print(f"Wrote {folder}/sweep.jsonl and sweep.png")
     if failures:
         raise Fault(f"{len(failures)} of {len(points)} values failed, {'; '.join(failures)}")
 

@@ -57,8 +57,9 @@ class Space:
             space = cls(**content)
             bounds: dict[str, Bound] = {}
             for key, bound in space.variables.items():
-                low, high, *whole = bound
-                if whole not in ([], ["int"]) or not _number(key, low) < _number(key, high):
+                low, high, *kind = bound
+                whole = [*map(str, kind)] == ["int"]
+                if not (whole or not kind) or not _number(key, low) < _number(key, high):
                     raise ValueError(f"{key} must be [low, high] or [low, high, int], got {bound}")
                 bounds[key] = (int(low), int(high), int) if whole else (float(low), float(high))
             weights = {metric: _number(metric, w) for metric, w in space.objective.items()}
