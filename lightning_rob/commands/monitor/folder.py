@@ -15,7 +15,7 @@ from lightning_rob.commands.checkpoints import config_in_checkpoint, read_checkp
 from lightning_rob.commands.monitor.history import Fields, History, Identity, identity, timestamp
 from lightning_rob.commands.monitor.source import Refused, Replaced, Source, Stamp, Unreachable
 from lightning_rob.runtime.errors import visible
-from lightning_rob.runtime.files import UNWRITABLE, digest, manifest_path
+from lightning_rob.runtime.files import UNWRITABLE, digest
 
 SETTLE = 10.0  # seconds after which an unreadable file that does not change is broken
 HELD = 2**30  # bytes of checkpoints that stay in memory until they are evaluated
@@ -118,12 +118,10 @@ class CheckpointFolder:
         self.held = {version: content for version, content in self.held.items() if version in kept}
 
     def _read(self, name: str, stamp: Stamp) -> tuple[Content, int, str]:
-        """Return content, bytes and SHA-256 of a file, which is compared with its manifest."""
+        """Return content, bytes and SHA-256 of a file."""
         with self.source.local(name, stamp) as path:
             content = read_checkpoint(str(path))
-            manifest = manifest_path(path)  # which was compared with the file just now
-            file = manifest.read_text().split()[0].lower() if manifest.exists() else digest(path)
-            return content, path.stat().st_size, file
+            return content, path.stat().st_size, digest(path)
 
     def _find(self, name: str, stamp: Stamp) -> Refused | None:
         """Keep a complete file; record one that stays unreadable for a while as broken."""
