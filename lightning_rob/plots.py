@@ -1,9 +1,9 @@
-"""Figures: accuracy curves, heat maps, the gallery of images, the convergence of a search."""
+"""Figures: accuracy curves, heat maps, the gallery of images."""
 
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, cycle
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
-from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 # Okabe and Ito (2008): distinct for the colour-blind, and in grey by their order.
@@ -147,39 +146,6 @@ def trace(found: Any) -> Figure:
         axes.set_xlabel("step")
         axes.set_ylabel(name.replace("_", " "))
         _grid_lines(axes)
-    return figure
-
-
-def convergence(objectives: Sequence[float | None], initial: int, label: str) -> Figure:
-    """Draw the objective of each trial [N], the first untuned, None if failed, and the best."""
-    found = {i: o for i, o in enumerate(objectives) if o is not None}
-    if not found:
-        raise ValueError(f"convergence needs a trial that did not fail, got {len(objectives)}")
-    figure = blank(5.6, 3.6)
-    axes = figure.add_subplot()
-    kinds = {
-        "initial": ("s", COLORS[1], [i for i in found if i < initial]),
-        "proposed": ("o", COLORS[0], [i for i in found if i >= initial]),
-    }
-    for name, (marker, color, numbers) in kinds.items():
-        heights = [found[i] for i in numbers]
-        axes.plot(numbers, heights, marker, color=color, markersize=4, label=name)
-    failed = [i for i in range(len(objectives)) if i not in found]
-    if failed:
-        # A failed trial has no objective: it is marked at the bottom.
-        lowest = [min(found.values())] * len(failed)
-        axes.plot(failed, lowest, "x", color="0.4", markersize=5, label="failed")
-    # The best so far, continued to the last trial, also one that failed.
-    best = list(accumulate(found.values(), max))
-    ends = [*found, len(objectives) - 1]
-    axes.step(ends, [*best, best[-1]], where="post", color=COLORS[2], label="best so far")
-    if 0 in found:
-        axes.axhline(found[0], color="0.5", linestyle="--", linewidth=1, label="untuned")
-    axes.set_xlabel("trial")
-    axes.set_ylabel(label)
-    _grid_lines(axes)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    figure.legend(loc="outside upper left", ncols=5, columnspacing=1.2, frameon=False)
     return figure
 
 

@@ -11,7 +11,6 @@ from lightning_rob.plots import (
     MemberPredictions,
     amplification,
     bars,
-    convergence,
     curves,
     gallery,
     heat_map,
@@ -46,18 +45,6 @@ def test_heat_map_says_each_number_in_its_place_and_readably():
     assert figure.get_suptitle() == "a title"
     with pytest.raises(ValueError, match=r"\[2, 3\] needs as many names, got 3 rows and 2 columns"):
         heat_map(torch.zeros(2, 3), list("abc"), list("ab"))
-
-
-def test_the_convergence_figure_never_falls():
-    figure = convergence([0.5, None, 0.3, 0.7, 0.6], 3, "val/robust/pgd")
-    axes = figure.axes[0]
-    lines = {line.get_label(): line for line in axes.lines}
-    assert list(lines["best so far"].get_ydata()) == [0.5, 0.5, 0.7, 0.7, 0.7]
-    assert list(lines["failed"].get_xdata()) == [1]
-    assert list(lines["proposed"].get_xdata()) == [3, 4]
-    assert axes.get_ylabel() == "val/robust/pgd"
-    with pytest.raises(ValueError, match="that did not fail, got 2"):
-        convergence([None, None], 1, "x")
 
 
 def case(label=1, channels=3, members=2, eps=0.1):

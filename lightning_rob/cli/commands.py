@@ -21,6 +21,7 @@ from lightning_rob.cli.options import (
     read_command_line,
 )
 from lightning_rob.commands.base import Run, quiet_lightning
+from lightning_rob.commands.bpda import find_transforms
 from lightning_rob.commands.checkpoints import load_weights
 from lightning_rob.commands.config import function_of
 from lightning_rob.data import ImageData
@@ -160,7 +161,8 @@ def _with_data(line: CommandLine) -> None:
         if parsed.data is None:
             raise ValueError("say which images: --data CLASS, such as --data Digits5k")
         data = parser.instantiate_classes(parsed).data
-    function_of(line.command)(line.options, data)
+    implied = next(filter(None, map(find_transforms, reversed(line.parts))), None)
+    function_of(line.command)(line.options, data, implied)
 
 
 def _with_submissions(line: CommandLine) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 import jsonargparse
 
 from lightning_rob.cli.errors import shorten_jsonargparse_error
-from lightning_rob.cli.spelling import PARTS, check_content, check_option
+from lightning_rob.cli.spelling import PARTS, check_class, check_option
 from lightning_rob.commands.config import CommandConfig, config_of
 from lightning_rob.commands.specs import short
 from lightning_rob.recipes.plugins import expand
@@ -98,20 +98,15 @@ def read_command_line(command: str, *args: str) -> CommandLine:
     own = [arg for arg in joined if re.split(r"[=.+]", arg, maxsplit=1)[0] in kinds]
     read = [_read_argument(arg, known) for arg in joined if arg not in own]
     if not (allowed or os.environ.get(VARIABLE)):  # else any class may be meant
-        for arg, content in read:
+        for arg, _ in read:
             option, _, value = arg.removeprefix("--").partition("=")
-            if option == "trainer.callbacks+":
-                check_content(load(value), "trainer.callbacks")
-            else:
-                check_option(option, value)
-            check_content(content)
+            check_option(option, value)
+            for callback in load(value) if option == "trainer.callbacks+" else ():
+                check_class(str(callback["class_path"]))
     rest, parts = [arg for arg, _ in read], [part for _, part in read]
     options = None
     if config and not any(map(asks_for_page, joined)):
-        implied: dict[str, Any] = {}
-        for part in parts:
-            implied |= config.from_recipe(part)
-        options = parse_own(command, config, own, implied)
+        options = parse_own(command, config, own)
     line = CommandLine(command, args, rest, parts, allowed, options)
     path = line.checkpoint
     if path and name == "run":
@@ -182,21 +177,15 @@ def _read_config(value: str, file: Path | None, known: set[str]) -> dict[str, An
     return content
 
 
-def parse_own(
-    command: str,
-    config: type[CommandConfig],
-    args: Sequence[str],
-    implied: dict[str, Any] | None = None,
-) -> Any:
-    """Return a command's own options; those of the command line override those of a recipe."""
+def parse_own(command: str, config: type[CommandConfig], args: Sequence[str]) -> Any:
+    """Return a command's own options."""
     kinds = option_types(config)
     numbers = [
         arg if allows(kinds.get(re.split(r"[=.+]", arg)[0]), str) else parse_fraction_arg(arg)
         for arg in args
     ]
-    parser = build_parser(command, config)
     with reading_recipes():
-        parsed = parser.parse_args(numbers, parser.parse_object(implied) if implied else None)
+        parsed = build_parser(command, config).parse_args(numbers)
     options = {option.name: parsed[option.name] for option in fields(config)}
     if config.reads_records:
         options[config.positional] = tuple(options[config.positional])

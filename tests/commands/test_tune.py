@@ -318,7 +318,6 @@ def test_tune_end_to_end(tmp_path, monkeypatch, capsys):
     assert f"[2/2] trial 1: {trials[1].objective:.4g} (" in printed
     # The recipe names code of the tests, which this process allows.
     assert f"lightning-rob fit --config {out}/best.yaml --allow-import tests\n" in printed
-    assert (out / "convergence.png").stat().st_size > 5000
     assert not list(tmp_path.glob("**/*.ckpt"))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "recipe.yaml", "space.yaml"]
     final = yaml.safe_load((out / "best.yaml").read_text())

@@ -45,17 +45,11 @@ class BpdaConfig(CommandConfig):
     module: ClassVar[str] = "training"
 
     out: Path | None = None
-    transforms: Mapping[str, Any] | str = "all"
+    transforms: str | None = None
     epochs: int = 10
     max_images: int | None = None
     device: str | None = None
     seed: int = 0
-
-    @classmethod
-    def from_recipe(cls, recipe: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options that a recipe of `fit` implies: its transforms, at any depth."""
-        found = find_transforms(recipe)
-        return {"transforms": found} if found else {}
 
     def __post_init__(self) -> None:
         if self.out is None:

@@ -25,9 +25,9 @@ from lightning_rob.transforms.bpda import (
 from lightning_rob.transforms.nondifferentiable import ALL as NONDIFFERENTIABLE
 
 
-def run(config: BpdaConfig, data: ImageData) -> None:
-    """Train the missing networks, and print the table."""
-    transforms = build_transforms(config.transforms)
+def run(config: BpdaConfig, data: ImageData, implied: Mapping[str, Any] | None) -> None:
+    """Train the missing networks, and print the table; a recipe implies its transforms."""
+    transforms = build_transforms(config.transforms or implied or "all")
     device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
     data.setup("fit")
     train: Any = data.parts["train"]

@@ -18,7 +18,6 @@ from lightning_rob.commands.specs import class_name
 from lightning_rob.commands.tune import TuneConfig
 from lightning_rob.commands.tune.space import Point, Space, replaced
 from lightning_rob.commands.tune.study import Record, Search, Study, Trial
-from lightning_rob.plots import convergence, save
 from lightning_rob.randomness import derive_seed
 from lightning_rob.recipes.safe_yaml import load_file
 from lightning_rob.recipes.trust import OPTION, allowed
@@ -122,7 +121,7 @@ class Training:
 
 
 def write_outcome(study: Study, run: Run, folder: Path) -> None:
-    """Print the table, and write figure and best recipe."""
+    """Print the table, and write the best recipe."""
     trials, best = study.record.ended, study.record.best
     space, own = study.search.space, study.search.own
     if best is None:
@@ -145,16 +144,14 @@ def write_outcome(study: Study, run: Run, folder: Path) -> None:
     atomic_write_text(path, header + yaml.safe_dump(recipe, sort_keys=False))
     terms = space.objective.items()
     label = " + ".join(m if w == 1 else f"{w:g} {m}" for m, w in terms if w)
-    objectives = [trial.objective for trial in trials]
-    save(convergence(objectives, study.search.initial, label), folder / "convergence.png")
 
     failed = sum(trial.error is not None for trial in trials)
-    first = objectives[0] if trials[0].number == 0 else None
+    first = trials[0].objective if trials[0].number == 0 else None
     print(
         f"{label}: {best.objective:.4g} at trial {best.number} of {len(trials)}"
         f"{f' ({failed} failed)' if failed else ''}; "
         f"untuned: {'failed' if first is None else f'{first:.4g}'}"
     )
-    print(f"Wrote {folder}/trials.jsonl, best.yaml and convergence.png")
+    print(f"Wrote {folder}/trials.jsonl and best.yaml")
     allowance = "".join(f" {OPTION} {name}" for name in sorted(allowed()))
     print(f"Train with the best: lightning-rob fit --config {path}{allowance}")
