@@ -24,7 +24,7 @@ from torch import Tensor
 import lightning_rob
 from lightning_rob import PGD, Threat
 from lightning_rob.data import Digits5k
-from lightning_rob.data.base import packaged_file
+from lightning_rob.data.embedded import photo as photograph
 from lightning_rob.plots import COLORS, MARKERS, blank, save
 from lightning_rob.randomness import Streams
 from lightning_rob.transforms import Transform, catalogue
@@ -233,9 +233,8 @@ def draw_setting(axes: Axes, setting: Setting, error: str) -> None:
 
 
 def photo() -> Tensor:
-    with Image.open(packaged_file("skimage", "data/chelsea.png")) as image:
-        face = image.convert("RGB").crop((110, 20, 366, 276))
-        small = face.resize((64, 64), Image.Resampling.BOX)
+    cat = Image.fromarray(photograph("cat").permute(1, 2, 0).numpy())
+    small = cat.crop((110, 20, 366, 276)).resize((64, 64), Image.Resampling.BOX)
     pixels = torch.frombuffer(bytearray(small.tobytes()), dtype=torch.uint8).view(64, 64, 3)
     return pixels.permute(2, 0, 1) / 255
 

@@ -19,7 +19,7 @@ import torch
 
 from lightning_rob.commands.checkpoints import RECIPE
 from lightning_rob.commands.export.model_folder import TRAINING
-from lightning_rob.runtime.files import atomic_save, write_manifest
+from lightning_rob.runtime.files import atomic_save
 
 KEPT = ("state_dict", RECIPE)
 ROOT = Path(__file__).parents[1]
@@ -70,13 +70,11 @@ def build(name, recipe, attacks, sentence):
     content = torch.load(work / file, weights_only=True)
     kept = {k: v for k, v in content.items() if k in KEPT or not TRAINING.fullmatch(k)}
     atomic_save(kept, work / file)
-    write_manifest(work / file)
     run(test.replace(f"zoo:{name}", file), work)
     run(f"lightning-rob export --ckpt_path {file} --format safetensors --out card", work)
     shutil.rmtree(made, ignore_errors=True)
     (made / "checkpoints").mkdir(parents=True)
-    for path in (work / file).parent.glob("last.ckpt*"):
-        shutil.copy(path, made / "checkpoints")
+    shutil.copy(work / file, made / "checkpoints")
     tested = work / "logs/version_1"
     shutil.copytree(tested / "images", made / "images")
     shutil.copy(tested / "robust.jsonl", made)

@@ -371,21 +371,13 @@ def test_callback_plugs_into_transformation_ensembles(file, tmp_path, monkeypatc
 
 IN_L2 = {  # plug-in -> the lengths of its attacks at l2 128/255, in 255ths
     "adaptive_pgd": [32],
-    "adaptive_pgd_logits": [32],
-    "adaptive_pgd_restarts": [32],
     "arc": [32],
-    "arc_top4": [32],
-    "autoattack": [],
     "climb": [],
     "deepfool": [],
     "first_member": [32],
-    "first_member_arc": [32],
     "gallery": [32],
     "members": [32, 32],
-    "pgd": [32],
-    "pgd_one_member": [32],
     "pgd_random_member": [32],
-    "rec_all": [32] * 8,
     "rec_suite": [32] * 4,
 }
 

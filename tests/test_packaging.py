@@ -74,22 +74,3 @@ def test_there_is_one_address():
     for name in ("CITATION.cff", "mkdocs.yml"):
         (address,) = set(re.findall(r"https://github\.com/[\w./-]+", (ROOT / name).read_text()))
         assert address == repository
-
-
-def test_the_citation_names_the_papers_as_their_pages_do():
-    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())["references"]
-    pages = (
-        "randomized_ensembles",
-        "random_transforms",
-        "transductive",
-        "transformation_ensembles",
-    )
-    for paper, page in zip(cited, pages, strict=True):
-        head = " ".join((ROOT / f"docs/{page}.md").read_text()[:1500].split())
-        link = paper.get("url") or f"https://doi.org/{paper['doi']}"
-        names = [author["family-names"] for author in paper["authors"]]
-        assert f"{', '.join(names[:-1])} and {names[-1]}, *{paper['title']}*" in head
-        assert (
-            f"{paper['conference']['name'].rpartition('(')[2][:-1]} {paper['year']}]({link})"
-            in head
-        )

@@ -1,4 +1,4 @@
-"""Lightning checkpoints, written atomically with a manifest and read without running code."""
+"""Lightning checkpoints, written atomically and read without running code."""
 
 import io
 from collections.abc import Mapping
@@ -13,17 +13,16 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 from lightning_rob.commands.checkpoints import read_checkpoint
 from lightning_rob.nets.weights import read_file
 from lightning_rob.runtime.errors import InputError
-from lightning_rob.runtime.files import Stamp, atomic_write, manifest_name, stamp_of, write_manifest
+from lightning_rob.runtime.files import atomic_write
 
 HANDED_OVER = ".temp.ckpt"  # by Lightning, from a process that it has spawned: weights alone
 
 
 class SafeCheckpointIO(TorchCheckpointIO):
-    """Writes checkpoints atomically, each with a manifest, and reads weights only."""
+    """Writes checkpoints atomically, and reads weights only."""
 
     def __init__(self) -> None:
         self.loaded: dict[str, Any] | None = None  # epoch and step of the last one
-        self._kept: tuple[str, Stamp, dict[str, Any]] | None = None
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
@@ -41,35 +40,16 @@ class SafeCheckpointIO(TorchCheckpointIO):
         if "://" in str(path) or storage_options is not None:
             super().save_checkpoint(content, path, storage_options)
             return
-        # First: a kill must never leave the manifest of another file.
-        Path(path).with_name(manifest_name(Path(path).name)).unlink(missing_ok=True)
         # Python 3.13 warns of a `getbuffer` that the traceback of a failed write still holds.
         atomic_write(Path(path), lambda draft: draft.write_bytes(buffer.getvalue()))
-        write_manifest(Path(path))
-
-    def peek(self, path: str) -> dict[str, Any]:
-        """Read a checkpoint, and keep it for the `load_checkpoint` that follows."""
-        # The recipe is needed before the trainer exists, the weights after it.
-        stamp = stamp_of(Path(path))
-        content = read_checkpoint(path)
-        if stamp is not None:
-            self._kept = (path, stamp, content)
-        return content
 
     def load_checkpoint(self, path: Any, *_: Any, **options: Any) -> dict[str, Any]:
         if Path(path).name == HANDED_OVER:
             return dict(read_file(path))
-        kept, self._kept = self._kept, None
-        # `peek` may have read it already, and the file may have changed since.
-        unchanged = kept is not None and kept[:2] == (str(path), stamp_of(Path(path)))
-        content = kept[2] if kept and unchanged else read_checkpoint(str(path))
+        content = read_checkpoint(str(path))
         names = {"epoch": "epoch", "step": "global_step"}
         self.loaded = {name: content[key] for name, key in names.items() if key in content}
         return content
-
-    def remove_checkpoint(self, path: Any) -> None:
-        super().remove_checkpoint(path)
-        Path(path).with_name(manifest_name(Path(path).name)).unlink(missing_ok=True)
 
 
 def _without_objects(checkpoint: Mapping[str, Any]) -> dict[str, Any]:

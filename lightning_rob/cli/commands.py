@@ -6,7 +6,7 @@ import re
 import shlex
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,9 @@ from lightning_rob.cli.options import (
     read_command_line,
 )
 from lightning_rob.commands.base import Run, quiet_lightning
+from lightning_rob.commands.bpda import find_transforms
 from lightning_rob.commands.checkpoints import load_weights
-from lightning_rob.commands.config import config_of, function_of
+from lightning_rob.commands.config import function_of
 from lightning_rob.data import ImageData
 from lightning_rob.recipes.safe_yaml import load_file, one_line, reading_recipes
 from lightning_rob.runtime.errors import InputError
@@ -50,16 +51,6 @@ class CommandCLI(RobustCLI):
     """Builds what `test` (or, without `run`, `fit`) would run, and runs a command instead."""
 
     in_place_of = "test"
-
-    def add_arguments_to_parser(self, parser: Any) -> None:
-        super().add_arguments_to_parser(parser)
-        parser.add_class_arguments(config_of(self.line.command), instantiate=False)
-
-    def before_instantiate_classes(self) -> None:
-        super().before_instantiate_classes()
-        # The recipe keeps the options of the run alone: it is one for `fit` and `test`.
-        for option in fields(type(self.line.options)):
-            del self.config[option.name]
 
     def test(self, model: Any, datamodule: Any, ckpt_path: str | None = None, **_: Any) -> None:
         if not ckpt_path and self.line.command != "sweep":  # of a recipe of trained networks too
@@ -156,24 +147,22 @@ def _with_trainings(line: CommandLine) -> None:
 
 
 def _with_data(line: CommandLine) -> None:
-    config = config_of(line.command)
-    own = {option.name for option in fields(config)} if config else set()
     with reading_recipes():
         parser = Parser(prog=f"lightning-rob {line.command}")
-        parser.add_class_arguments(config, instantiate=False)  # for its page
         parser.add_lightning_class_args(ImageData, "data", subclass_mode=True, required=False)
         args = []
         for arg, part in zip(line.args, line.parts, strict=True):
             option = arg.partition("=")[0]
             if option in CONFIG:
                 args += [f"--data={one_line(part['data'])}"] if "data" in part else []
-            elif option.removeprefix("--").partition(".")[0].rstrip("+") not in own:
+            else:
                 args.append(arg)
         parsed = parser.parse_args(args)
         if parsed.data is None:
             raise ValueError("say which images: --data CLASS, such as --data Digits5k")
         data = parser.instantiate_classes(parsed).data
-    function_of(line.command)(line.options, data)
+    implied = next(filter(None, map(find_transforms, reversed(line.parts))), None)
+    function_of(line.command)(line.options, data, implied)
 
 
 def _with_submissions(line: CommandLine) -> None:

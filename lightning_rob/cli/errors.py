@@ -1,10 +1,7 @@
 """Errors of jsonargparse and torch, shortened to one line that says what would be right."""
 
 import re
-import shlex
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from lightning_rob.cli.spelling import unknown_class, unknown_option
 from lightning_rob.recipes.trust import explain
@@ -16,7 +13,6 @@ NOISE = re.compile(
     r"Problem with given class_path|Importing).*"
     r"|Expected a path but .* either not accessible or invalid"
 )
-PLAIN = (bool, int, float, str)
 PHRASES = {
     "Expected a <class 'int'>": "expected a whole number",
     "Expected a <class 'float'>": "expected a number",
@@ -59,12 +55,8 @@ def shorten_jsonargparse_error(message: str) -> str:
     return text + (missing if text.endswith(":") else "")
 
 
-def shorten_state_dict_error(error: RuntimeError, saved: Mapping[str, Any]) -> Exception:
-    """Shorten torch's error for weights of another architecture, or a lost rank; return others.
-
-    Args:
-        saved: arguments of the model that Lightning saved in the checkpoint.
-    """
+def shorten_state_dict_error(error: RuntimeError) -> Exception:
+    """Shorten torch's error for weights of another architecture, or a lost rank; return others."""
     from lightning_rob.runtime.processes import as_fault  # imports torch
 
     message = str(error)
@@ -79,12 +71,4 @@ def shorten_state_dict_error(error: RuntimeError, saved: Mapping[str, Any]) -> E
     counts = [f"{len(keys)} weights {k} (e.g. {keys[0]})" for k, keys in kinds.items() if keys]
     return InputError(
         f"the checkpoint is of another architecture than the model: {', '.join(counts)}"
-        f"{saved_arguments(saved)}"
     )
-
-
-def saved_arguments(saved: Mapping[str, Any]) -> str:
-    """Return the advice to give a model the arguments that Lightning saved in its checkpoint."""
-    own = {k: v for k, v in saved.items() if not k.startswith("_")}  # not Lightning's
-    plain = [shlex.quote(f"--model.{k}={v}") for k, v in own.items() if type(v) in PLAIN]
-    return f"; it was saved with other arguments? Give {' '.join(plain)}" if plain else ""

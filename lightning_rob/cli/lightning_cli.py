@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import sys
 from collections.abc import Collection, Sequence
 from functools import cached_property
@@ -21,11 +20,7 @@ from lightning_rob.callbacks.guard import TerminateOnNonFinite
 from lightning_rob.callbacks.images import gather
 from lightning_rob.callbacks.loggers import run_folder, writing_folder
 from lightning_rob.cli.checkpoints import SafeCheckpointIO
-from lightning_rob.cli.errors import (
-    saved_arguments,
-    shorten_jsonargparse_error,
-    shorten_state_dict_error,
-)
+from lightning_rob.cli.errors import shorten_jsonargparse_error, shorten_state_dict_error
 from lightning_rob.cli.options import (
     NAMED,
     OF_METHODS,
@@ -35,16 +30,13 @@ from lightning_rob.cli.options import (
     read_command_line,
 )
 from lightning_rob.commands.base import trained_threat
-from lightning_rob.commands.checkpoints import RECIPE, config_in_checkpoint
+from lightning_rob.commands.checkpoints import RECIPE, config_in_checkpoint, read_checkpoint
 from lightning_rob.commands.thresholds import parse_thresholds, violations
-from lightning_rob.evaluation.evaluate import as_defense
-from lightning_rob.evaluation.suites import plug_in_for
 from lightning_rob.modules import RobustModule
 from lightning_rob.recipes.plugins import expand_recipe
 from lightning_rob.recipes.safe_yaml import load, one_line, reading_recipes
-from lightning_rob.recipes.trust import OPTION, allowed
 from lightning_rob.runtime.errors import Fault, InputError, NoGradientError
-from lightning_rob.runtime.files import UNWRITABLE, atomic_write_text, raise_thread_errors
+from lightning_rob.runtime.files import UNWRITABLE, atomic_write_text
 from lightning_rob.runtime.processes import supervised_processes
 from lightning_rob.threat import Threat
 
@@ -123,7 +115,7 @@ class RobustCLI(LightningCLI):
     in_place_of = ""  # Lightning's method of which this runs a command in the place
 
     def __init__(self, line: CommandLine | Sequence[str], run: bool = True) -> None:
-        self.checkpoint_io, self.saved_arguments = SafeCheckpointIO(), dict[str, Any]()
+        self.checkpoint_io = SafeCheckpointIO()
 
         def ranks() -> Any:
             strategy = getattr(getattr(self, "trainer", None), "strategy", None)
@@ -137,7 +129,7 @@ class RobustCLI(LightningCLI):
             self.method = (self.in_place_of or line.command) if run else ""
             # Without a run, the checkpoint says what to build, and its weights are not loaded.
             args = [arg for arg in line.args if run or not arg.startswith("--ckpt_path=")]
-            with raise_thread_errors(), supervised, reading_recipes():
+            with supervised, reading_recipes():
                 super().__init__(
                     LightningModule,
                     LightningDataModule,
@@ -158,12 +150,9 @@ class RobustCLI(LightningCLI):
                     # Else threads of the backend may abort the interpreter while it ends.
                     torch.distributed.destroy_process_group()
         except USER_ERRORS as error:
-            text = shorten_jsonargparse_error(self._describe(error))
-            if "arguments are required" in text:
-                text += saved_arguments(self.saved_arguments)
-            raise InputError(text) from error
+            raise InputError(shorten_jsonargparse_error(self._describe(error))) from error
         except RuntimeError as error:
-            raise shorten_state_dict_error(error, self.saved_arguments) from error
+            raise shorten_state_dict_error(error) from error
         except ProcessException as error:  # of ddp_spawn and its like
             raise Fault(str(error).strip().rpartition("\n")[2]) from error
 
@@ -173,10 +162,7 @@ class RobustCLI(LightningCLI):
         given = any(re.match(r"--(model|config)|-c", arg) for arg in self.line.args)
         given = given or any(map(asks_for_page, self.line.args))
         if path is not None and path not in NAMED:
-            content = self.checkpoint_io.peek(path)
-            recipe = config_in_checkpoint(content, path)
-            # Of a Trainer of the user's: not read, for they may be of another class.
-            self.saved_arguments = {} if recipe else content.get("hyper_parameters") or {}
+            recipe = config_in_checkpoint(read_checkpoint(path), path)
             if not (recipe or given):
                 raise InputError(
                     f"{path} does not say what it is a checkpoint of: add --config RECIPE or, of "
@@ -278,10 +264,11 @@ class RobustCLI(LightningCLI):
         threats = [attack.threat for attack in self._attacks().values()]
         radii = dict.fromkeys(str(threat) for threat in threats if threat != EVERY_IMAGE)
         if radii and str(trained) not in radii:
-            options = radius_options(trained)
-            taken = f", taken by{options}" if options else ""
-            why = f"at {trained}{taken}" if trained else "without attacks"
-            self._print(f"Radius: the attacks are at {', '.join(radii)}; the training was {why}")
+            why = f"at {trained}" if trained else "without attacks"
+            self._print(
+                f"Radius: the attacks are at {', '.join(radii)}; the training was {why}; "
+                "--trainer.callbacks.eps takes another"
+            )
 
     def before_predict(self) -> None:
         if not self.config.get("ckpt_path"):
@@ -289,12 +276,6 @@ class RobustCLI(LightningCLI):
 
     def before_test(self) -> None:
         self.before_validate()
-        attacks = [*self._attacks()]
-        # A threshold for an attack that is not configured would be found missing after hours.
-        for name in self.minima if attacks else ():
-            prefix, _, attack = name.removeprefix("test/").rpartition("robust/")
-            if not prefix and attack != name and attack not in (*attacks, "worst", "clean"):
-                raise InputError(f"no attack is called {attack!r}: {', '.join(attacks)}, worst")
 
     def recipe(self) -> dict[str, Any]:
         """Return the whole configuration as plain data, defaults included."""
@@ -327,8 +308,7 @@ class RobustCLI(LightningCLI):
         trainer: Any = self.trainer
         names = ("last_model_path", "best_model_path")
         paths = (getattr(c, name, "") for c in trainer.checkpoint_callbacks for name in names)
-        written = next((os.path.relpath(path) for path in paths if path), None)
-        if written:
+        if written := next((os.path.relpath(path) for path in paths if path), None):
             self._print(f"Checkpoint: {written}")
         if tested := self.config.get("test_after_fit") and not trainer.fast_dev_run:
             kept = [c for c in trainer.checkpoint_callbacks if getattr(c, "monitor", None)]
@@ -336,22 +316,5 @@ class RobustCLI(LightningCLI):
             trainer.test(
                 self.model, self.datamodule, ckpt_path=path, verbose=False, weights_only=True
             )
-        if written:
-            plug_in = Path(plug_in_for(as_defense(self.model))).stem
-            radius = radius_options(trained_threat(self.model))
-            allowances = "".join(f" {OPTION} {name}" for name in sorted(allowed()))
-            path = shlex.quote(written) + allowances
-            self._print(
-                f"Next: lightning-rob test {path} --trainer.callbacks+={plug_in}{radius}\n"
-                f"      lightning-rob audit {path}"
-            )
         if tested:
             self._check_thresholds("test")
-
-
-def radius_options(threat: Threat | None) -> str:
-    """Return the options with which a plug-in takes a threat; none if it is relative."""
-    if threat is None or threat.relative:
-        return ""
-    norm = "" if threat.norm == "linf" else f" --trainer.callbacks.norm={threat.norm}"
-    return f"{norm} --trainer.callbacks.eps={str(threat).split()[1]}"

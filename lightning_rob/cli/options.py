@@ -12,7 +12,7 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 import jsonargparse
 
 from lightning_rob.cli.errors import shorten_jsonargparse_error
-from lightning_rob.cli.spelling import PARTS, check_content, check_option
+from lightning_rob.cli.spelling import PARTS, check_class, check_option
 from lightning_rob.commands.config import CommandConfig, config_of
 from lightning_rob.commands.specs import short
 from lightning_rob.recipes.plugins import expand
@@ -63,7 +63,7 @@ class CommandLine:
 
     command: str
     given: tuple[str, ...]  # arguments as they were given
-    args: list[str]  # with joined values, files for short names, callbacks for plug-ins, numbers
+    args: list[str]  # of the run: joined values, files for short names, callbacks for plug-ins
     parts: list[dict[str, Any]]  # for each of `args` the content of its configuration file
     allowed: list[str]  # prefixes of `--allow-import`
     options: Any = None  # the command's own; None for those of Lightning, and for a page
@@ -92,22 +92,22 @@ def read_command_line(command: str, *args: str) -> CommandLine:
     # Imports are allowed here, before any recipe is read.
     allowed = [arg.partition("=")[2] for arg in joined if arg.partition("=")[0] == OPTION]
     joined = [arg for arg in joined if arg.partition("=")[0] != OPTION]
-    known = {*OF_RUN, *PARTS, *(option.removeprefix("--") for option in kinds)}
-    refuse_unknown(joined, known)
-    read = [_read_argument(arg, known, kinds) for arg in joined]
+    known = {*OF_RUN, *PARTS}
+    refuse_unknown(joined, {*known, *(option.removeprefix("--") for option in kinds)})
+    # An entry of a mapping, `--transforms.blur=…`, is the option's own.
+    own = [arg for arg in joined if re.split(r"[=.+]", arg, maxsplit=1)[0] in kinds]
+    read = [_read_argument(arg, known) for arg in joined if arg not in own]
     if not (allowed or os.environ.get(VARIABLE)):  # else any class may be meant
-        for arg, content in read:
+        for arg, _ in read:
             option, _, value = arg.removeprefix("--").partition("=")
-            if option == "trainer.callbacks+":
-                check_content(load(value), "trainer.callbacks")
-            else:
-                check_option(option, value)
-            check_content(content)
-    parts = [part for _, part in read]
+            check_option(option, value)
+            for callback in load(value) if option == "trainer.callbacks+" else ():
+                check_class(str(callback["class_path"]))
+    rest, parts = [arg for arg, _ in read], [part for _, part in read]
     options = None
     if config and not any(map(asks_for_page, joined)):
-        options = _own_options(command, config, [arg for arg, _ in read], parts)
-    line = CommandLine(command, args, [arg for arg, _ in read], parts, allowed, options)
+        options = parse_own(command, config, own)
+    line = CommandLine(command, args, rest, parts, allowed, options)
     path = line.checkpoint
     if path and name == "run":
         raise InputError(f"{command} takes the checkpoints of its run: leave out --ckpt_path")
@@ -130,7 +130,7 @@ def refuse_unknown(args: Sequence[str], known: Iterable[str]) -> None:
             raise InputError(f"there is no option {name}{hint}")
 
 
-def _read_argument(arg: str, known: set[str], kinds: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _read_argument(arg: str, known: set[str]) -> tuple[str, dict[str, Any]]:
     """Return an argument for the parser, and the content of a configuration file."""
     option, equals, value = arg.partition("=")
     if option == "--trainer.callbacks":
@@ -147,7 +147,7 @@ def _read_argument(arg: str, known: set[str], kinds: dict[str, Any]) -> tuple[st
     if option == "--ckpt_path":
         return f"{option}={find_checkpoint(value)}", {}
     # jsonargparse gives `--trainer.callbacks.eps` to the callback that was added last.
-    return arg if allows(kinds.get(option.rstrip("+")), str) else parse_fraction_arg(arg), {}
+    return parse_fraction_arg(arg), {}
 
 
 def _read_config(value: str, file: Path | None, known: set[str]) -> dict[str, Any]:
@@ -177,22 +177,19 @@ def _read_config(value: str, file: Path | None, known: set[str]) -> dict[str, An
     return content
 
 
-def _own_options(
-    command: str, config: type[CommandConfig], args: list[str], parts: list[dict[str, Any]]
-) -> Any:
-    """Return the command's own options; those of the command line override those of files."""
+def parse_own(command: str, config: type[CommandConfig], args: Sequence[str]) -> Any:
+    """Return a command's own options."""
     kinds = option_types(config)
-    found: dict[str, Any] = {}
-    for arg, content in zip(args, parts, strict=True):
-        if arg.partition("=")[0] in CONFIG:
-            found |= config.from_recipe(content)
-            found |= {key: value for key, value in content.items() if f"--{key}" in kinds}
-    # An entry of a mapping, `--transforms.blur=…`, is the option's own.
-    own = [arg for arg in args if re.split(r"[=.+]", arg, maxsplit=1)[0] in kinds]
-    parser = build_parser(command, config)
+    numbers = [
+        arg if allows(kinds.get(re.split(r"[=.+]", arg)[0]), str) else parse_fraction_arg(arg)
+        for arg in args
+    ]
     with reading_recipes():
-        parsed = parser.parse_args(own, parser.parse_object(found))
-    return config(**{option.name: parsed[option.name] for option in fields(config)})
+        parsed = build_parser(command, config).parse_args(numbers)
+    options = {option.name: parsed[option.name] for option in fields(config)}
+    if config.reads_records:
+        options[config.positional] = tuple(options[config.positional])
+    return config(**options)
 
 
 def parse_records(command: str, args: Sequence[str]) -> Any:
@@ -200,9 +197,7 @@ def parse_records(command: str, args: Sequence[str]) -> Any:
     config: Any = config_of(command)
     joined = join_values(args, option_types(config))
     refuse_unknown(joined, (option.name for option in fields(config)))
-    parsed = build_parser(command, config).parse_args(joined)
-    options = {option.name: parsed[option.name] for option in fields(config)}
-    return config(**options | {config.positional: tuple(options[config.positional])})
+    return parse_own(command, config, joined)
 
 
 def asks_for_page(arg: str) -> bool:
@@ -273,8 +268,6 @@ def build_parser(command: str, config: type[CommandConfig]) -> OptionParser:
         add_help=False,
     )
     named = {config.positional} if config.reads_records else set()
-    if not named:
-        parser._optionals.title = "options, which override those of a --config FILE"
     parser.add_class_arguments(config, as_group=False, skip=named)
     for name in named:
         described = re.search(rf"^ +{name}: (.*)$", config.__doc__ or "", re.M)

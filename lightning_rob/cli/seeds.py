@@ -12,7 +12,7 @@ from typing import ClassVar
 from rich.console import Console
 from rich.table import Table
 
-from lightning_rob.cli.options import build_parser, join_values, option_types
+from lightning_rob.cli.options import join_values, option_types, parse_own
 from lightning_rob.commands.config import SpreadConfig
 from lightning_rob.commands.report.runs import AttackResult, find_runs
 from lightning_rob.runtime.errors import Fault, InputError, visible
@@ -62,8 +62,7 @@ def fit_seeds(args: Sequence[str]) -> None:
     rest = [arg for arg in joined if arg not in own]
     if taken := [arg for arg in rest if arg.startswith(("--seed_everything", "--trainer.logger"))]:
         raise InputError(f"--seeds sets seeds and folders: leave out {taken[0]}")
-    parsed = build_parser("fit", SeedsConfig).parse_args(own)
-    config = SeedsConfig(**{name: parsed[name] for name in names})
+    config = parse_own("fit", SeedsConfig, own)
     recipes = [
         Path(arg.partition("=")[2]).stem for arg in rest if arg.startswith(("--config", "-c"))
     ]
@@ -108,8 +107,10 @@ def _summarize(folder: Path, seeds: Sequence[int]) -> None:
     by_seed = {seed: found for seed in seeds if (found := tested(folder, seed))}
     if not by_seed:
         return
-    heads = ["attack", "on", "images", "mean", "95 % over seeds"]
-    cells = [[*heads, *(f"seed {seed}" for seed in by_seed)]]
+    table = Table(title=f"{len(by_seed)} trainings", title_justify="left")
+    table.add_column("attack", no_wrap=True)
+    for head in ("on", "images", "mean", "95 % over seeds", *(f"seed {seed}" for seed in by_seed)):
+        table.add_column(head)
     rows = []
     for key in dict.fromkeys(one.key for found in by_seed.values() for one in found):
         own = {seed: one for seed, found in by_seed.items() for one in found if one.key == key}
@@ -119,23 +120,11 @@ def _summarize(folder: Path, seeds: Sequence[int]) -> None:
         name, target = key
         images = [*dict.fromkeys(one.n for one in own.values())]  # several if `max_images` differed
         row = {"name": name, "target": target, "accuracies": values, "seeds": [*own]}
-        row["images"] = images
-        rows.append(row | {"mean": fmean(values), "interval": [low, high]})
-        span = f"{100 * low:.1f} … {100 * high:.1f}"
+        rows.append(row | {"images": images, "mean": fmean(values), "interval": [low, high]})
         each = [f"{own[seed].accuracy:.1%}" if seed in own else "" for seed in by_seed]
-        shown = ", ".join(map(str, images))
-        mean = f"{fmean(values):.1%}"
-        cells.append([name, target.replace("_", " "), shown, mean, span, *each])
-    console = Console()
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    narrow = sum(widths) + 3 * len(widths) + 1 > console.width
-    columns = len(heads) if narrow else len(widths)  # a narrow terminal does without each seed
-    table = Table(title=f"{len(by_seed)} trainings", title_justify="left")
-    for head in cells[0][:columns]:
-        left = head in ("attack", "on")
-        table.add_column(head, justify="left" if left else "right", no_wrap=head == "attack")
-    for line in cells[1:]:
-        table.add_row(*line[:columns])
-    console.print(table)
+        shown = ", ".join(map(str, images)), f"{fmean(values):.1%}"
+        span = f"{100 * low:.1f} … {100 * high:.1f}"
+        table.add_row(name, target.replace("_", " "), *shown, span, *each)
+    Console().print(table)
     atomic_write_text(folder / "seeds.json", json.dumps(rows, indent=1) + "\n")
     print(visible(f"Wrote {folder}/seeds.json; lightning-rob report {folder} has all runs"))

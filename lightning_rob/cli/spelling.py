@@ -1,14 +1,13 @@
 """Misspelt classes and arguments, refused with the nearest name before torch is imported.
 
 Names are read from source files, because importing a class imports torch. An argument that only
-another class has is refused later, by jsonargparse.
+another class has, and names inside a recipe, are refused later, by jsonargparse.
 """
 
 import re
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from lightning_rob.recipes.shipped import shipped_folder
 from lightning_rob.runtime.errors import InputError, nearest
@@ -30,32 +29,14 @@ def check_option(option: str, value: str) -> None:
     if first and first[1] not in (*arguments(), *BESIDE):
         raise InputError(unknown_option(place))
     if place in PLACES and value.isidentifier() and value not in ("true", "false", "null"):
-        check_content(value, place)
+        check_class(value)
 
 
-def check_content(content: Any, place: str = "") -> None:
-    """Refuse the same in a part of a recipe."""
-    if isinstance(content, str):
-        is_own = content.startswith("lightning_rob.") or ("." not in content and place in PLACES)
-        known = {*classes(), *plugins()} if place in PLACES else classes()
-        name = content.rpartition(".")[2]
-        if is_own and (name[:1].isupper() or place in PLACES) and name not in known:
-            raise InputError(unknown_class(content))
-    elif isinstance(content, list):
-        for part in content:
-            check_content(part, place)
-    elif isinstance(content, dict):
-        name = str(content.get("class_path", "")).rpartition(".")[2]
-        # Adam is an optimizer of torch there, and of attacks elsewhere.
-        of_torch = place.rpartition(".")[2] in ("optimizer", "lr_scheduler")
-        if (name in classes() and not of_torch) or (place in PARTS and not name):
-            inner = content.get("init_args")
-            for key in (*content, *(inner if isinstance(inner, dict) else ())):
-                if str(key).rstrip("+") not in (*arguments(), *BESIDE):
-                    raise InputError(unknown_option(f"{place}.{key}".removeprefix(".")))
-        for key, value in content.items():
-            inside = f"{place}.{str(key).rstrip('+')}".removeprefix(".")
-            check_content(value, place if key in BESIDE else inside)
+def check_class(name: str) -> None:
+    """Refuse the name of a class or plug-in of this package, or a short name, that is unknown."""
+    own = name.startswith("lightning_rob.") or "." not in name
+    if own and name.rpartition(".")[2] not in (*classes(), *plugins()):
+        raise InputError(unknown_class(name))
 
 
 def unknown_class(name: str) -> str:

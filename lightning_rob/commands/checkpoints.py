@@ -46,11 +46,7 @@ def _read_folder(folder: Path) -> dict[str, Any]:
     if is_classifier(folder):
         return _of_transformers(folder)
     entry = config.get(ENTRY) if isinstance(config, dict) else None
-    if not (
-        isinstance(entry, dict)
-        and entry.keys() >= {"model", "checkpoint"}
-        and isinstance(entry["checkpoint"], dict)
-    ):
+    if not (isinstance(entry, dict) and isinstance(entry.get("checkpoint"), dict)):
         raise ValueError(
             f"{folder} is not of lightning-rob export: its {CONFIG} has no {ENTRY!r}; a network of "
             "timm is lightning_rob.nets.ZooNet('hf-hub:org/name')"

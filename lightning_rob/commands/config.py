@@ -5,7 +5,7 @@ of a command is beside them, or in a part of the command's package that imports 
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar, TypeVar
@@ -24,11 +24,6 @@ class CommandConfig:
     positional: ClassVar[str] = "ckpt_path"  # of arguments without a name; "" for none
     module: ClassVar[str] = ""  # of the command's package with `run`; "" for the package
     reads_records: ClassVar[bool] = False  # its arguments, all of them; no torch
-
-    @classmethod
-    def from_recipe(cls, recipe: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options that a recipe of `fit` implies."""
-        return {}
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """List, show and copy the recipes, plug-ins and trained networks of the package."""
 
-import os
 import re
 import shutil
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ FOLDERS = {
     "trained networks": ("zoo", "test zoo:NAME --trainer.callbacks+=PLUG-IN"),
 }
 TITLE: dict[str, Any] = {"title_justify": "left", "title_style": "bold"}
-PIPED = 100  # columns of a file or pipe, which has no width
 CARD = "README.md"  # of a trained network, whose folder is that of a run
 
 
@@ -59,8 +57,6 @@ def run(config: RecipesConfig) -> None:
     """List all files, print those that are named, or copy them into the current folder."""
     if not config.names:
         console = Console()
-        if not (console.is_terminal or "COLUMNS" in os.environ):
-            console.width = PIPED
         for kind, (folder, usage) in FOLDERS.items():
             command = usage if folder == "callbacks" else f"lightning-rob {usage}"
             table = Table(title=f"{kind}: {command}", box=box.SIMPLE_HEAD, **TITLE)
@@ -85,18 +81,11 @@ def run(config: RecipesConfig) -> None:
         copy = Path(source.name)
         if copy.exists():
             raise InputError(f"{copy} exists already: rename it, or go to another folder")
-        _copy(source, copy)
+        if source.is_dir():
+            shutil.copytree(source, copy, copy_function=shutil.copyfile)
+        else:
+            shutil.copyfile(source, copy)  # without its mode: the package may be read-only
         print(f"Wrote {copy}")
-
-
-def _copy(source: Path, copy: Path) -> None:
-    """Copy a file or a folder without its modes: that of the package may be read-only."""
-    if not source.is_dir():
-        shutil.copyfile(source, copy)
-        return
-    copy.mkdir()
-    for part in sorted(source.iterdir()):
-        _copy(part, copy / part.name)
 
 
 def shipped_files(folder: str) -> dict[str, Path]:

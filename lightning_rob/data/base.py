@@ -2,8 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -85,17 +83,6 @@ class IndexedSubset(Dataset[Sample]):
                     x = augment(x)
                 samples.append((x, y, i))
         return samples
-
-
-def packaged_file(package: str, path: str) -> Path:
-    """Locate a file in an installed package, without importing the package."""
-    spec = find_spec(package)
-    if spec is None or spec.origin is None:
-        raise ModuleNotFoundError(f"{path} comes with {package}, which is not installed")
-    file = Path(spec.origin).parent / path
-    if not file.is_file():
-        raise FileNotFoundError(f"{package} should carry {path}, but there is no {file}")
-    return file
 
 
 class ImageData(LightningDataModule, ABC):

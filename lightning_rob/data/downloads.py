@@ -15,13 +15,12 @@ class TorchvisionData(ImageData):
     """Data set that torchvision downloads, verifies and reads.
 
     Args:
-        root: folder that contains, or will receive, the files in `location`.
+        root: folder that contains, or will receive, the data set.
         download: download the files if they are missing.
         **options: see `ImageData`.
     """
 
     torchvision_name: ClassVar[str]  # its class in `torchvision.datasets`
-    location: ClassVar[str]  # file or folder under `root` that a complete data set has
     by_split: ClassVar[bool] = False  # torchvision takes a split instead of train=True or False
 
     def __init__(self, root: str = "data", download: bool = False, **options: Any) -> None:
@@ -30,11 +29,8 @@ class TorchvisionData(ImageData):
         self.download = download
 
     def prepare_data(self) -> None:
-        if self.download:
-            for train in (True, False):
-                self.open(train, download=True)
-        elif not (Path(self.root) / self.location).exists():
-            raise self._missing("not in")
+        for train in (True, False) if self.download else ():
+            self.open(train, download=True)
 
     def source(self, train: bool) -> InMemoryImages:
         opened = self.open(train)
@@ -55,19 +51,17 @@ class TorchvisionData(ImageData):
         except (RuntimeError, FileNotFoundError) as error:
             if download:
                 raise
-            raise self._missing("missing, incomplete or corrupt in") from error
-
-    def _missing(self, how: str) -> FileNotFoundError:
-        return FileNotFoundError(
-            f"{self.torchvision_name} is {how} {Path(self.root).absolute() / self.location}:"
-            " pass --data.download=true, or --data.root=… if it is elsewhere"
-        )
+            raise FileNotFoundError(
+                f"{self.torchvision_name} is missing, incomplete or corrupt in "
+                f"{Path(self.root).absolute()}: pass --data.download=true, or --data.root=… if it "
+                "is elsewhere"
+            ) from error
 
 
 class MNIST(TorchvisionData):
     """Handwritten digits (LeCun et al. 1998): 60,000 images to train, 10,000 to test."""
 
-    torchvision_name, location = "MNIST", "MNIST/raw"
+    torchvision_name = "MNIST"
     classes, channels, size = 10, 1, 28
     mean, std = (0.1307,), (0.3081,)
 
@@ -75,7 +69,7 @@ class MNIST(TorchvisionData):
 class FashionMNIST(TorchvisionData):
     """Ten kinds of clothes (Xiao et al. 2017): 60,000 images to train, 10,000 to test."""
 
-    torchvision_name, location = "FashionMNIST", "FashionMNIST/raw"
+    torchvision_name = "FashionMNIST"
     classes, channels, size = 10, 1, 28
     mean, std = (0.2860,), (0.3530,)
 
@@ -93,7 +87,7 @@ class CIFAR10(TorchvisionData):
     Training images are shifted and flipped unless `augment` is given.
     """
 
-    torchvision_name, location = "CIFAR10", "cifar-10-batches-py"
+    torchvision_name = "CIFAR10"
     classes, channels, size = 10, 3, 32
     mean, std = (0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616)
 
@@ -107,7 +101,7 @@ class CIFAR100(TorchvisionData):
     Training images are shifted, flipped and rotated unless `augment` is given.
     """
 
-    torchvision_name, location = "CIFAR100", "cifar-100-python"
+    torchvision_name = "CIFAR100"
     classes, channels, size = 100, 3, 32
     mean, std = (0.50708, 0.48655, 0.44092), (0.26733, 0.25644, 0.27615)
 
@@ -123,7 +117,7 @@ class SVHN(TorchvisionData):
     Training images are shifted and flipped unless `augment` is given.
     """
 
-    torchvision_name, location, by_split = "SVHN", "train_32x32.mat", True
+    torchvision_name, by_split = "SVHN", True
     classes, channels, size = 10, 3, 32
     mean, std = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
 
@@ -138,37 +132,26 @@ class GTSRB(TorchvisionData):
     other copies. The data set has 30 photographs of each sign in a row, so that validation images,
     drawn at random, resemble some of the training images. The ten classes have 4,800 test images.
 
-    Training images are rotated by up to 15 degrees, shifted by up to 2.5 pixels and seen at an
-    angle, unless `augment` is given.
+    The histogram of each channel of an image is equalised. Training images are rotated by up to 15
+    degrees, shifted by up to 2.5 pixels and seen at an angle, unless `augment` is given.
 
     Args:
-        root: folder that contains, or will receive, `gtsrb`.
-        download: download the files if they are missing.
         classes: K, the signs of classes 0 … K - 1, at most 43; URejectron's experiments have 10.
-        equalize: equalise the histogram of each channel of an image, as those experiments do.
-        **options: see `ImageData`.
+        **options: see `TorchvisionData`.
     """
 
-    torchvision_name, location, by_split = "GTSRB", "gtsrb", True
+    torchvision_name, by_split = "GTSRB", True
     signs: ClassVar[int] = 43  # classes of the data set
     channels, size = 3, 32
     mean = (0.5, 0.5, 0.5)  # of a flat histogram: its standard deviation is 1 / sqrt(12)
     std = (0.29, 0.29, 0.29)
 
-    def __init__(
-        self,
-        root: str = "data",
-        download: bool = False,
-        classes: int = 10,
-        equalize: bool = True,
-        **options: Any,
-    ) -> None:
-        super().__init__(root, download, **options)
+    def __init__(self, classes: int = 10, **options: Any) -> None:
+        super().__init__(**options)
         at_least(2, classes=classes)
         if classes > self.signs:
             raise ValueError(f"classes must be at most {self.signs}, got {classes}")
         self.classes = classes
-        self.equalize = equalize
 
     def source(self, train: bool) -> InMemoryImages:
         from torchvision.transforms.v2 import functional
@@ -179,8 +162,7 @@ class GTSRB(TorchvisionData):
         for path, _ in files:
             with Image.open(path) as image:
                 small = image.convert("RGB").resize((self.size,) * 2, Image.Resampling.BILINEAR)
-                pixels = functional.pil_to_tensor(small)
-            images.append(functional.equalize(pixels) if self.equalize else pixels)
+            images.append(functional.equalize(functional.pil_to_tensor(small)))
         return InMemoryImages(torch.stack(images), [label for _, label in files])
 
     def test_order(self, count: int) -> Tensor:

@@ -1,6 +1,7 @@
 """Data sets without a download: 5,000 MNIST digits, and crops of ten photographs."""
 
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lightning_rob.data.base import ImageData, InMemoryImages, packaged_file
+from lightning_rob.data.base import ImageData, InMemoryImages
 from lightning_rob.runtime.errors import at_least
 
 CELL = 96  # pixels
@@ -66,8 +67,12 @@ class Digits5k(ImageData):
 
 
 @cache
-def _photo(name: str) -> Tensor:
-    with Image.open(packaged_file(*PHOTOS[name])) as image:
+def photo(name: str) -> Tensor:
+    """Return a photograph [3, H, W] uint8 from an installed package, which is not imported."""
+    package, path = PHOTOS[name]
+    spec = find_spec(package)
+    assert spec is not None and spec.origin is not None
+    with Image.open(Path(spec.origin).parent / path) as image:
         return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
 
 
@@ -138,5 +143,5 @@ class Patches10(ImageData):
         for label, name in enumerate(PHOTOS):
             generator = self.split_generator(list(KINDS).index(kind), label)
             turns = labels == label
-            images[turns] = crops(_photo(name), kind, int(turns.sum()), generator)
+            images[turns] = crops(photo(name), kind, int(turns.sum()), generator)
         return images, labels

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lightning_rob.nets.normalize import Normalize
-from lightning_rob.runtime.files import check_file, manifest_path
+from lightning_rob.runtime.files import check_file
 
 State = dict[str, Tensor]
 
@@ -119,7 +119,7 @@ def read_file(path: str | os.PathLike[str]) -> Any:
             f"{path} holds a {refused[1]}, which loading weights only refuses: save the state dict"
             " alone, or if you trust the file allow it with torch.serialization.add_safe_globals"
         ) from None
-    if not (manifest_path(Path(path)).exists() or zipfile.is_zipfile(path)):
+    if not zipfile.is_zipfile(path):
         text = f"{path} was written without a digest: damage would not be seen"
         warnings.warn(text, stacklevel=2)
     return content

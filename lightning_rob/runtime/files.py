@@ -1,4 +1,4 @@
-"""Files that a killed writer never leaves half written, and SHA-256 manifests beside them."""
+"""Files that a killed writer never leaves half written, and checks of files of others."""
 
 import errno
 import hashlib
@@ -6,23 +6,20 @@ import io
 import json
 import os
 import stat
-import threading
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
-MANIFEST_SUFFIX = ".sha256"
-MOST_CONTENT, MOST_RATIO = 2**26, 16  # bytes of an archive's content, or times its size
 Stamp = tuple[int, int, int]  # inode, bytes, time of change
 
 
 def atomic_write(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file under a temporary name, flush it to the disk, then rename it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name("." + name_beside(path.name, f".{os.getpid()}.part"))
+    # Lightning takes the digits in any name with "ckpt_" for the number of a checkpoint.
+    draft = path.with_name(f".{path.name.replace('ckpt_', 'ckpt-')}.{os.getpid()}.part")
     try:
         write(draft)
         with draft.open("rb+") as file:
@@ -33,12 +30,6 @@ def atomic_write(path: Path, write: Callable[[Path], object]) -> None:
         raise
     finally:
         draft.unlink(missing_ok=True)
-
-
-def name_beside(name: str, suffix: str) -> str:
-    """Return the name of a file beside another one, whose name it starts with."""
-    # Lightning takes the digits in any name with "ckpt_" for the number of a checkpoint.
-    return name.replace("ckpt_", "ckpt-") + suffix
 
 
 def atomic_save(content: object, path: Path) -> None:
@@ -101,39 +92,10 @@ def stamp_of(path: Path) -> Stamp | None:
     return (state.st_ino, state.st_size, state.st_mtime_ns) if path.is_file() else None
 
 
-@contextmanager
-def raise_thread_errors() -> Iterator[None]:
-    """Re-raise write errors of background threads, such as TensorBoard's, when the block ends."""
-    previous, failures = threading.excepthook, list[OSError]()
-
-    def record(failure: Any) -> None:
-        if isinstance(failure.exc_value, OSError) and failure.exc_value.errno in UNWRITABLE:
-            failures.append(failure.exc_value)
-        else:
-            previous(failure)
-
-    threading.excepthook = record
-    try:
-        yield
-    finally:
-        threading.excepthook = previous
-    if failures:
-        raise failures[0]
-
-
 def check_regular(path: Path) -> None:
     """Refuse a FIFO, device or socket, whose reading may wait for ever."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise ValueError(f"{path} is not a regular file but a folder, a FIFO or a device")
-
-
-def check_content_size(path: Path) -> None:
-    """Refuse an archive whose content would be much larger than itself."""
-    # Files of `torch.save` are not compressed at all; only `.npz` files of scores are.
-    with zipfile.ZipFile(path) as archive:
-        content = sum(part.file_size for part in archive.infolist())
-    if content > max(MOST_CONTENT, MOST_RATIO * path.stat().st_size):
-        raise ValueError(f"{path} would inflate to {content / 2**20:.0f} MiB: it is not read")
 
 
 def digest(path: Path) -> str:
@@ -142,47 +104,8 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def manifest_path(path: Path) -> Path:
-    """Return the path of a file's manifest; for a symbolic link, that of its target."""
-    target = path.resolve() if path.is_symlink() else path
-    return target.with_name(manifest_name(target.name))
-
-
-def manifest_name(name: str) -> str:
-    """Return the name of the manifest of a file of this name."""
-    return name_beside(name, MANIFEST_SUFFIX)
-
-
-def write_manifest(path: Path) -> None:
-    """Write a file's digest beside it, in the format of `sha256sum`."""
-    name = path.resolve().name if path.is_symlink() else path.name
-    atomic_write_text(manifest_path(path), f"{digest(path)}  {name}\n")
-
-
-def check_manifest(path: Path) -> None:
-    """Compare a file with its manifest; a file without a manifest passes."""
-    while expected := _recorded_digest(path):
-        if (found := digest(path)) == expected:
-            return
-        # A running fit may have replaced the file, and its manifest after it: look again.
-        if _recorded_digest(path) == expected:
-            raise ValueError(
-                f"{path} is not the file that was written: its SHA-256 is {found[:12]}…, but "
-                f"{manifest_path(path).name} says {expected[:12]}…; fetch it again or take another"
-            )
-
-
-def _recorded_digest(path: Path) -> str:
-    """Return the digest in the manifest: "" without one, a text of no file for an empty one."""
-    try:
-        words = manifest_path(path).read_text(encoding="ascii", errors="replace").split()
-    except FileNotFoundError:
-        return ""
-    return words[0].lower() if words else "nothing"
-
-
 def check_file(path: Path) -> None:
-    """Refuse a file that is obviously no checkpoint, or that changed after it was written."""
+    """Refuse a file that is obviously no checkpoint, or damaged, which torch does not look for."""
     if path.is_dir():
         raise ValueError(f"{path} is a folder, not a PyTorch checkpoint: name the file in it")
     check_regular(path)
@@ -197,16 +120,12 @@ def check_file(path: Path) -> None:
         reason = "it is a pointer of Git LFS; run git lfs pull"
     if reason:
         raise ValueError(f"{path} is not a PyTorch checkpoint: {reason}")
-    check_manifest(path)
     if not zipfile.is_zipfile(path):
         return
-    check_content_size(path)
-    if not manifest_path(path).exists():
-        # torch skips the checksums of an archive's parts.
-        try:
-            with zipfile.ZipFile(path) as archive:
-                broken = archive.testzip()
-        except zipfile.BadZipFile as error:
-            broken = str(error)
-        if broken:
-            raise ValueError(f"{path} is damaged ({broken}): fetch it again or take another")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            broken = archive.testzip()
+    except zipfile.BadZipFile as error:
+        broken = str(error)
+    if broken:
+        raise ValueError(f"{path} is damaged ({broken}): fetch it again or take another")

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 
 DIGITS = 16  # hexadecimal digits of a fingerprint or key
 TORCH_ATTRIBUTES = set(vars(nn.Module())) | {"training"}
-NUMBERS = (bool, int, float, complex, str, bytes, tuple, Tensor, np.ndarray, np.generic)
 TEXTS = (range, slice, PurePath, torch.device, torch.dtype, Enum)
-PLAIN = (list, set, frozenset, deque, SimpleNamespace, *TEXTS, partial, type)
+NUMBERS = (bool, int, float, complex, str, bytes, tuple, Tensor, np.ndarray, np.generic)
+PLAIN = (list, dict, set, frozenset, deque, SimpleNamespace, *TEXTS, partial, type)
 LIBRARIES = {"lightning_rob", "lightning", "torch", "torchvision", "torchmetrics", "kornia"}
 LIBRARIES |= {"numpy", "timm", "pytorch_lightning", "lightning_fabric"}
 
@@ -61,9 +61,6 @@ def attack_spec(value: Any) -> Any:
         return {str(key): attack_spec(part) for key, part in value.items()}
     if isinstance(value, Sequence | AbstractSet):
         return [attack_spec(part) for part in value]
-    if inspect.ismethod(value) and not isinstance(value.__self__, type):
-        owner = attack_spec(_public_attributes(value.__self__))
-        return {"class_path": import_path(value), "init_args": owner}
     if hasattr(value, "__qualname__"):  # a class, a function, an objective
         return import_path(value)
     if isinstance(value, PurePath | torch.device | torch.dtype | Tensor | np.ndarray):
@@ -113,8 +110,8 @@ class _Digests:
         if isinstance(value, type):
             users = [base for base in value.__mro__ if not is_library(base.__module__)]
             # Local classes of one name may differ by what their methods hold, or by their place.
-            local = [vars(base) for base in users if "<locals>" in base.__qualname__]
-            methods = [part for own in local for part in own.values() if inspect.isfunction(part)]
+            local = [base for base in users if "<locals>" in base.__qualname__]
+            methods = [part for one in local for part in vars(one).values() if callable(part)]
             return [_name(value), *map(self._source, users), *map(self.of, methods)]
         return self._routine(value) if inspect.isroutine(value) else self._object(value)
 
@@ -124,9 +121,7 @@ class _Digests:
             content = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
             return [tensor.dtype, list(tensor.shape), hashlib.sha256(content).digest()]
         except (TypeError, ValueError, RuntimeError):  # text, sparse, lazy
-            if isinstance(value, np.ndarray):
-                return [value.dtype.str, list(value.shape), self.of(value.tolist())]
-            return self._array(value.to_dense()) if value.is_sparse else uuid4().hex
+            return _unknown()
 
     def _routine(self, value: Any) -> Any:
         wrapped = getattr(value, "__wrapped__", None)  # by a decorator such as functools.cache
@@ -148,7 +143,7 @@ class _Digests:
     def _source(self, value: Any) -> str:
         # A class or function of a notebook has no file: no other process gives it this digest.
         found = getattr(sys.modules.get(value.__module__), "__file__", None)
-        return _sources(value.__module__) if found else uuid4().hex
+        return _sources(value.__module__) if found else _unknown()
 
     def _object(self, value: Any) -> Any:
         kind = self.of(type(value))
@@ -167,7 +162,11 @@ class _Digests:
             return [kind, self.of({f.name: getattr(value, f.name) for f in fields(value)})]
         if isinstance(getattr(value, "__dict__", None), dict) and vars(value):
             return [kind, self.of(_arguments(value))]
-        return [kind, uuid4().hex if " at 0x" in repr(value) else repr(value)]
+        return [kind, _unknown() if " at 0x" in repr(value) else repr(value)]
+
+
+def _unknown() -> str:
+    return uuid4().hex  # no other process produces it
 
 
 def _hashed(parts: Any) -> str:
@@ -194,16 +193,15 @@ def _arguments(value: Any) -> dict[str, Any]:
     lightning = sys.modules.get("lightning.pytorch")
     volatile = _attributes_of(getattr(lightning, "LightningModule", nn.Module))
     for name, part in vars(value).items():
-        if not name.startswith("_") or name in volatile:
-            continue
-        counts = isinstance(part, NUMBERS)
-        if isinstance(value, nn.Module) and not counts:
-            # Private containers count for networks alone: others may keep records in them.
-            plain = isinstance(part, PLAIN) or inspect.isroutine(part)
-            # Lightning adds an empty mapping, and a library may keep a lock.
-            users = not is_library(type(part).__module__)
-            counts = bool(part) if isinstance(part, Mapping) else plain or users
-        if counts:
+        # Lightning adds an empty mapping, and a library may keep a lock. Private containers count
+        # for networks alone: others may keep records in them.
+        plain = isinstance(part, PLAIN) or inspect.isroutine(part)
+        of_network = isinstance(value, nn.Module) and (
+            plain or not is_library(type(part).__module__)
+        )
+        empty = isinstance(part, Mapping) and not part
+        counts = isinstance(part, NUMBERS) or (of_network and not empty)
+        if name.startswith("_") and name not in volatile and counts:
             found[name] = part
     return found
 

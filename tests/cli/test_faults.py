@@ -1,18 +1,15 @@
 """When a run ends early, all its processes end with one message, and its files are complete."""
 
-import errno
 import os
 import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
 
 from lightning_rob.runtime.errors import Fault
-from lightning_rob.runtime.files import raise_thread_errors
 from lightning_rob.runtime.processes import PARENT, supervised_processes
 from tests.cli.faulty import SMALL, intact, marked, plan, rank_fault, slow
 from tests.forked import forked, start
@@ -118,17 +115,6 @@ def test_a_disk_that_takes_no_more(whole, tmp_path, capsys):
     assert "cannot be written: File too large" in line
     assert intact(tmp_path)
     assert same_weights(before, weights(tmp_path / LAST))
-
-
-def test_a_write_error_of_a_thread_ends_the_run(capsys):
-    def write():
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with pytest.raises(OSError, match="No space left"), raise_thread_errors():
-        thread = threading.Thread(target=write)
-        thread.start()
-        thread.join()
-    assert not capsys.readouterr().err
 
 
 def test_a_process_started_after_a_run_is_independent_of_it(monkeypatch):

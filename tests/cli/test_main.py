@@ -6,8 +6,6 @@ import pytest
 import torch
 import yaml
 
-from lightning_rob.cli.checkpoints import SafeCheckpointIO
-from lightning_rob.cli.options import read_command_line
 from tests.tiny import (
     CKPT,
     arc,
@@ -98,13 +96,6 @@ def test_the_saved_configuration_runs_again(trained, tmp_path, monkeypatch, caps
     assert same_weights(weights(trained / CKPT), weights(tmp_path / CKPT))
     out = capsys.readouterr().out
     assert f"Checkpoint: {CKPT}\n" in out
-    steps = [line.removeprefix("Next:").split() for line in out.splitlines()[-2:]]
-    radius = ["--trainer.callbacks+=climb", "--trainer.callbacks.eps=16/255"]
-    allowed = ["--allow-import", "tests"]  # of conftest.py; foreign code is refused without it
-    test, audit = ["lightning-rob", "test", CKPT], ["lightning-rob", "audit", CKPT]
-    assert steps == [[*test, *allowed, *radius], [*audit, *allowed]]
-    for _, *command in steps:
-        read_command_line(*command)
 
 
 SAID = r"^(No checkpoint is given|Radius): .*"  # before a test
@@ -122,8 +113,8 @@ def test_a_test_reports_another_radius_than_that_of_the_training(
     pgd = "--trainer.callbacks+=pgd"
     (line,) = said(capsys, trained / CKPT, pgd)
     assert line == (
-        "Radius: the attacks are at linf 8/255; the training was at linf 16/255, "
-        "taken by --trainer.callbacks.eps=16/255"
+        "Radius: the attacks are at linf 8/255; the training was at linf 16/255; "
+        "--trainer.callbacks.eps takes another"
     )
     assert said(capsys, trained / CKPT, pgd, "--trainer.callbacks.eps=16/255") == []
     monkeypatch.chdir(tmp_path)
@@ -145,17 +136,6 @@ def test_predict_writes_class_probabilities(trained, tmp_path, monkeypatch):
     assert table[:, 0].tolist() == list(range(33))
     torch.testing.assert_close(table[:, 2:].sum(1), torch.ones(33))
     assert torch.equal(table[:, 1], table[:, 2:].argmax(1).float())
-
-
-def test_a_checkpoint_that_changes_after_its_recipe_was_read_is_read_again(tmp_path):
-    path = tmp_path / "last.ckpt"
-    reader, writer = SafeCheckpointIO(), SafeCheckpointIO()
-    for epoch in (0, 1):
-        writer.save_checkpoint({"state_dict": {}, "epoch": epoch}, path)
-        if epoch == 0:
-            assert reader.peek(str(path))["epoch"] == 0
-    assert reader.load_checkpoint(path)["epoch"] == 1
-    assert reader.loaded == {"epoch": 1}
 
 
 def test_a_refused_fit_leaves_no_folder(tmp_path, capsys):

@@ -152,8 +152,3 @@ def test_plug_ins_are_read_by_any_lightning_cli():
     done = subprocess.run([sys.executable, "-c", PLAIN, *files], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout == "linf 8/255 True\n"
-
-
-def test_an_own_option_overrides_a_file_that_is_named_after_it():
-    line = read_command_line("sweep", "--over=steps", "--config={over: eps, values: '1,2'}")
-    assert (line.options.over, line.options.values) == ("steps", "1,2")

@@ -3,11 +3,9 @@
 import json
 import os
 import shutil
-import zipfile
 from pathlib import Path
 from pickle import UnpicklingError
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -76,7 +74,7 @@ def test_no_name_is_a_formula():
         assert name_of(as_text(name)) == name
 
 
-def test_a_record_reads_only_small_scores_of_its_own_folder(tmp_path):
+def test_a_record_reads_only_scores_of_its_own_folder(tmp_path):
     home = tmp_path / "run"
     files = ScoreFiles(home, "scores")
     files.write("k", (torch.arange(3), torch.ones(3, 1)))
@@ -87,21 +85,9 @@ def test_a_record_reads_only_small_scores_of_its_own_folder(tmp_path):
         assert files.read(line | {"reuse": {"key": "k", "scores": place}}) is None
     os.mkfifo(home / "scores/fifo.npz")
     assert files.read(line | {"reuse": {"key": "k", "scores": "scores/fifo.npz"}}) is None
-    known = {"index": np.arange(3), "scores": np.ones((3, 1)), "key": "k"}
-    np.savez_compressed(home / "scores/k.npz", **known, z=np.zeros(2**24))
-    assert files.read(line) is None
 
 
-def test_a_checkpoint_that_inflates_or_never_ends_is_refused(tmp_path):
-    stored = tmp_path / "stored.ckpt"
-    torch.save({"state_dict": {"w": torch.zeros(2**25)}}, stored)
-    bomb = tmp_path / "bomb.ckpt"
-    with zipfile.ZipFile(stored) as old, zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as new:
-        for part in old.namelist():
-            new.writestr(part, old.read(part))
-    assert read_file(stored)["state_dict"]["w"].numel() == 2**25
-    with pytest.raises(ValueError, match="would inflate to 128 MiB"):
-        read_file(bomb)
+def test_a_file_that_never_ends_is_refused(tmp_path):
     os.mkfifo(tmp_path / "fifo.ckpt")
     with pytest.raises(ValueError, match="not a regular file"):
         read_file(tmp_path / "fifo.ckpt")

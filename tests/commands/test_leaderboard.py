@@ -136,7 +136,7 @@ FORGED = {
     "list": (lambda s: s["norms"].update(l2=[]), "TypeError"),
 }
 ABOUT = {
-    "no_name": ({"seed": 0, "training": 40}, "lacks name"),
+    "no_name": ({"seed": 0, "training": 40}, "missing 1 required positional argument: 'name'"),
     "name_list": ({"name": ["BAT"]}, "name must be of type str, got ['BAT']"),
     "training_text": ({"name": "text", "training": "few"}, "not supported between"),
     "training_nan": ({"name": "nan", "training": float("nan")}, "training must be a number"),

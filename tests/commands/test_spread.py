@@ -3,12 +3,10 @@
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,6 @@ from lightning.pytorch import Callback
 
 from lightning_rob.cli import seeds
 from lightning_rob.cli.seeds import SeedsConfig
-from lightning_rob.commands.report.runs import AttackResult
 from lightning_rob.commands.sweep import SweepConfig
 from lightning_rob.runtime import spread
 from tests.forked import forked_child
@@ -62,7 +59,7 @@ def test_a_sweep_by_two_workers_of_which_one_is_killed(trained, tmp_path, monkey
     out = capfd.readouterr().out
     assert out.count("(recorded)") == 4  # all by the workers: the killed one ran again
     assert (tmp_path / "two/mark").exists()
-    assert (tmp_path / "two/out/sweep.md").exists()
+    assert (tmp_path / "two/out/sweep.png").exists()
 
 
 def test_parts_are_all_of_the_work():
@@ -104,31 +101,6 @@ def test_two_seeds_and_their_mean(tmp_path, monkeypatch, capfd):
     assert before == sorted(tmp_path.rglob("*.ckpt"))
     line = refused(capfd, "fit", "--seeds", "3", "--config", "recipe.yaml")
     assert "--seeds takes two seeds or more" in line
-
-
-def test_a_narrow_terminal_has_means_without_each_seed(tmp_path, monkeypatch, capsys):
-    """Five seeds need 113 columns; with fewer no head and no number is cut."""
-    of_whole = AttackResult("adaptive_pgd", "test", 0.5, target="full_defense", n=400)
-    of_first = replace(of_whole, name="member_1_climb", target="first_member")
-    found = {seed: [replace(of_whole, accuracy=0.5 + seed / 100)] for seed in range(5)}
-    found[3].append(of_first)  # another suite: its accuracy is below the head of its seed
-    monkeypatch.setattr(seeds, "tested", lambda folder, seed: found[seed])
-    for width in (80, 112, 113):
-        monkeypatch.setenv("COLUMNS", str(width))
-        seeds._summarize(tmp_path, range(5))
-        shown = capsys.readouterr().out
-        head, first, last = (
-            [cell.strip() for cell in re.split("[┃│]", line)[1:-1]]
-            for line in shown.splitlines()
-            if line[0] in "┃│"
-        )
-        spare = [f"seed {seed}" for seed in range(5)] if width == 113 else []
-        assert head == ["attack", "on", "images", "mean", "95 % over seeds", *spare]
-        assert first[:5] == ["adaptive_pgd", "full defense", "400", "52.0%", "50.0 … 54.0"]
-        assert first[5:] == ["50.0%", "51.0%", "52.0%", "53.0%", "54.0%"][: len(spare)]
-        assert last[5:] == ["", "", "", "50.0%", ""][: len(spare)]
-    rows = json.loads((tmp_path / "seeds.json").read_text())
-    assert [row["seeds"] for row in rows] == [[0, 1, 2, 3, 4], [3]]
 
 
 @pytest.mark.parametrize("given", ["-1..1", "1..2..3", "0,0", "2..1", "0..", "a"])

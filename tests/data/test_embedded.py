@@ -1,12 +1,10 @@
 """The embedded data sets: digits of MNIST, and crops of photographs that share no pixel."""
 
 import torch
-from PIL import Image
 from torch import nn
 
 from lightning_rob.data import Digits5k, Patches10
-from lightning_rob.data.base import packaged_file
-from lightning_rob.data.embedded import CROP, KINDS, PHOTOS, cells, crops
+from lightning_rob.data.embedded import CROP, KINDS, PHOTOS, cells, crops, photo
 from tests.data import check_batches
 
 
@@ -32,9 +30,8 @@ def test_digits_are_mnist_and_its_split_goes_by_split_seed():
 
 def test_patches_of_different_kinds_share_no_pixel():
     generator = torch.Generator().manual_seed(0)
-    for place in PHOTOS.values():
-        with Image.open(packaged_file(*place)) as image:
-            width, height = image.size
+    for name in PHOTOS:
+        _, height, width = photo(name).shape
         for kind in KINDS:
             owned = torch.zeros(3, height, width, dtype=torch.uint8)
             for row, column in cells(height, width, kind).tolist():

@@ -32,8 +32,8 @@ class BpdaConfig(CommandConfig):
 
     Args:
         out: folder for the networks
-        transforms: names such as Affine,Swirl; all; nondifferentiable; or with arguments, as
-            YAML, '{Affine: {alpha: 0.2}}'; else the recipe's, or all
+        transforms: names such as Affine,Swirl; all; nondifferentiable; else the recipe's with
+            their arguments, or all
         epochs: passes over the images
         max_images: the first N training images; else all
         device: cpu, cuda; else cuda where there is one
@@ -45,17 +45,11 @@ class BpdaConfig(CommandConfig):
     module: ClassVar[str] = "training"
 
     out: Path | None = None
-    transforms: Mapping[str, Any] | str = "all"
+    transforms: str | None = None
     epochs: int = 10
     max_images: int | None = None
     device: str | None = None
     seed: int = 0
-
-    @classmethod
-    def from_recipe(cls, recipe: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options that a recipe of `fit` implies: its transforms, at any depth."""
-        found = find_transforms(recipe)
-        return {"transforms": found} if found else {}
 
     def __post_init__(self) -> None:
         if self.out is None:

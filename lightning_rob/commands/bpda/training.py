@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
@@ -15,7 +14,6 @@ from lightning_rob.commands.bpda import BpdaConfig
 from lightning_rob.data import ImageData
 from lightning_rob.data.base import IndexedSubset
 from lightning_rob.randomness import derive_seed
-from lightning_rob.recipes.safe_yaml import load
 from lightning_rob.transforms import Bilateral, Transform, catalogue, named
 from lightning_rob.transforms.bpda import (
     load_approximation,
@@ -26,9 +24,9 @@ from lightning_rob.transforms.bpda import (
 from lightning_rob.transforms.nondifferentiable import ALL as NONDIFFERENTIABLE
 
 
-def run(config: BpdaConfig, data: ImageData) -> None:
-    """Train the missing networks, and print the table."""
-    transforms = build_transforms(config.transforms)
+def run(config: BpdaConfig, data: ImageData, implied: Mapping[str, Any] | None) -> None:
+    """Train the missing networks, and print the table; a recipe implies its transforms."""
+    transforms = build_transforms(config.transforms or implied or "all")
     device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
     data.setup("fit")
     train: Any = data.parts["train"]
@@ -77,15 +75,7 @@ def build_transforms(chosen: Mapping[str, Any] | str) -> dict[str, Transform]:
     if chosen in ("all", "nondifferentiable"):
         return named([kind() for kind in kinds])
     if isinstance(chosen, str):
-        # Names alone are YAML too: one text with commas.
-        try:
-            content = load(chosen)
-        except yaml.YAMLError as error:
-            raise ValueError(
-                f"--transforms takes names or YAML, got {chosen!r}: {error}"
-            ) from error
-        names = [name.strip() for name in str(content).split(",") if name.strip()]
-        chosen = content if isinstance(content, dict) else {name: {} for name in names}
+        chosen = {name.strip(): {} for name in chosen.split(",") if name.strip()}
     return named(chosen)
 
 

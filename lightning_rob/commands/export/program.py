@@ -1,10 +1,8 @@
 """`lightning-rob export`: a defense as a program for torch, or as a folder."""
 
-import json
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,16 +13,13 @@ from lightning_rob.commands.export import ExportConfig
 from lightning_rob.commands.export.model_folder import write_model_folder
 from lightning_rob.defenses import Defense
 from lightning_rob.evaluation.groups import counted, regrouped
-from lightning_rob.evaluation.records import versions
 from lightning_rob.randomness import Streams
 from lightning_rob.runtime.files import atomic_write
-from lightning_rob.runtime.identity import fingerprint
 
 SIZES = (1, 3, 8)  # batch sizes at which predictions are compared
 TOLERANCE = 1e-5
 MAX_IMAGES = 4096  # torch chooses other kernels above some size, so there has to be a bound
 TRACED_IMAGES = 8
-CARD = "lightning_rob.json"  # name of the card in a program's file
 
 Predict = Callable[..., Tensor]  # images [B, C, H, W], and keys [B] if it has any -> [B, K]
 Inputs = tuple[Tensor, ...]
@@ -42,28 +37,29 @@ def run(config: ExportConfig, built: Run) -> None:
     images, _, keys = next(regrouped(batches, config.images))
     seed = int(getattr(built.model, "seed", 0))
     try:
-        card = export(built.defense, path, images, keys, seed)
+        difference = export(built.defense, path, images, keys, seed)
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {error}") from error
     print(
-        f"{card['defense']} under {card['rule']}, {card['draws']} draws, in {path}: "
-        f"predictions on {card['compared_images']} test images differ by at most "
-        f"{card['largest_difference']:.1e} after loading it back"
+        f"{type(built.defense).__name__} in {path}: predictions on {len(images)} test images "
+        f"differ by at most {difference:.1e} after loading it back"
     )
-    many, *shape = card["inputs"]["images"]["shape"]
     print(
-        f"It takes {many} images of {' x '.join(map(str, shape))} at a time, and no others: for "
-        "another size export again, from data of that size"
+        f"It takes 1 to {MAX_IMAGES} images of {' x '.join(map(str, images.shape[1:]))} at a time, "
+        "and no others: for another size export again, from data of that size"
     )
 
 
 def export(
     defense: Defense, path: Path, example: Tensor, keys: Tensor | None = None, seed: int = 0
-) -> dict[str, Any]:
+) -> float:
     """Write a defense as a program, if the loaded program gives the defense's predictions.
 
     The program takes 1 to 4096 images and, for a randomized defense, keys [B] int64: equal keys
     draw equal noise, and the images' indices draw that of `lightning-rob predict`.
+
+    Returns:
+        The largest difference of a probability, at most 1e-5.
     """
     if defense.transductive:
         raise ValueError(
@@ -76,22 +72,18 @@ def export(
     inputs: Inputs = (example.detach().to("cpu", torch.float32)[chosen], keys[chosen])
     if not is_randomized(net.defense, inputs[0]):
         inputs = inputs[:1]
-    program = trace(net, inputs)
-    card = _card(net, inputs)
+    program, differences = trace(net, inputs), []
 
     def write(draft: Path) -> None:
         with draft.open("wb") as file:
-            torch.export.save(program, file, extra_files={CARD: json.dumps(card, indent=1)})
+            torch.export.save(program, file)
         # Checked before the file gets its name, so a wrong program is never there.
-        card["largest_difference"] = _largest_difference(net, _load(draft)[0], inputs)
+        with draft.open("rb") as file:
+            loaded = torch.export.load(file).module()
+        differences.append(_largest_difference(net, loaded, inputs))
 
     atomic_write(path, write)
-    return card
-
-
-def read_card(path: Path | str) -> dict[str, Any]:
-    """Return the description stored in an exported program."""
-    return json.loads(_load(Path(path))[1])
+    return differences[0]
 
 
 class KeyedDefense(nn.Module):
@@ -132,33 +124,6 @@ def is_randomized(defense: Defense, images: Tensor) -> bool:
     return not torch.equal(before, generator.get_state())
 
 
-def _card(net: KeyedDefense, inputs: Inputs) -> dict[str, Any]:
-    defense, images = net.defense, inputs[0]
-    with torch.no_grad():
-        classes = net(*(part[:1] for part in inputs)).shape[1]
-    count = f"1 to {MAX_IMAGES}"
-    described: dict[str, Any] = {
-        "images": {"shape": [count, *images.shape[1:]], "type": "float32", "range": [0, 1]}
-    }
-    if len(inputs) > 1:
-        about = "equal keys draw equal noise; indices give the noise of `predict`"
-        described["keys"] = {"shape": [count], "type": "int64", "about": about}
-    return {
-        "inputs": described,
-        "outputs": {"shape": [count, classes], "about": "probability of predicting class k"},
-        "classes": classes,
-        "defense": type(defense).__name__,
-        "rule": getattr(defense.rule, "__name__", repr(defense.rule)),
-        "draws": len(defense.weights),
-        "randomized": len(inputs) > 1,
-        "seed": net.seed,
-        "weights": fingerprint(defense),
-        "compared_images": len(images),
-        "tolerance": TOLERANCE,
-        "versions": versions(),
-    }
-
-
 def _largest_difference(net: KeyedDefense, program: Predict, inputs: Inputs) -> float:
     """Return the largest difference of a probability; ValueError if it is above 1e-5."""
     largest = torch.zeros(())
@@ -175,10 +140,3 @@ def _largest_difference(net: KeyedDefense, program: Predict, inputs: Inputs) -> 
             f"{TOLERANCE} is allowed; nothing was written"
         )
     return float(largest)
-
-
-def _load(path: Path) -> tuple[Predict, str]:
-    stored: dict[str, Any] = {CARD: ""}
-    with path.open("rb") as file:
-        program = torch.export.load(file, extra_files=stored).module()
-    return program, str(stored[CARD])

@@ -199,8 +199,8 @@ def page(
     """Yield the leaderboard's tables and what they mean."""
     yield Heading(1, protocol.title)
     for norm, entries in ranked.items():
-        scores = [entry.pop("scores") for entry in entries]
         yield Heading(2, str(Threat(norm, protocol.radii[norm])))
+        scores = [entry.pop("scores") for entry in entries]
         body = [cells(entry) for entry in entries]
         shown = [i for i in range(len(HEADS)) if any(row[i] != NONE for row in body)]
         caption = f"Accuracy in per cent, {protocol.images} images"

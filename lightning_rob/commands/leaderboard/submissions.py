@@ -4,7 +4,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +77,9 @@ class Submission:
     paper: str = ""
     seed: int = 0
     training: float | None = None  # passes of a training image
-    scores: Scores = field(default_factory=dict)
-    reasons: list[str] = field(default_factory=list)  # why it has no rank
+    # Not of its file, which is the submitter's.
+    scores: Scores = field(default_factory=dict, init=False)
+    reasons: list[str] = field(default_factory=list, init=False)  # why it has no rank
 
     def __post_init__(self) -> None:
         for key, kind in (("name", str), ("paper", str), ("seed", int)):
@@ -90,15 +91,14 @@ class Submission:
     @classmethod
     def read(cls, folder: Path) -> "Submission":
         """Return the submission of a folder, with its scores, or the reason why it has no rank."""
-        path = folder / SCORES
+        found, path = cls(folder, folder.name), folder / SCORES
         try:
             if odd := [one for one in folder.iterdir() if not (one.is_file() or one.is_dir())]:
                 raise ValueError(f"{odd[0].name} is no file")  # to read a pipe never ends
-            own = ("folder", "scores", "reasons")
-            found = cls(folder, **_known(cls, folder / "submission.yaml", own))
+            found = cls(folder, **_content(folder / "submission.yaml"))
             found.scores = json.loads(path.read_text("utf-8")) if path.is_file() else {}
         except (InputError, ValueError, TypeError, OSError, RecursionError) as error:
-            return cls(folder, folder.name, reasons=[visible(str(error))])
+            found.reasons.append(visible(str(error)))
         return found
 
     @property
@@ -266,21 +266,12 @@ def read_protocol(folder: Path) -> Protocol:
     """Return the protocol of a leaderboard."""
     path = folder / "protocol.yaml"
     try:
-        return Protocol(**_known(Protocol, path))
+        return Protocol(**_content(path))
     except (TypeError, ValueError, AttributeError) as error:  # a value of another type
         raise InputError(f"{path}: {error}") from error
 
 
-def _known(kind: Any, path: Path, own: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the content of a YAML file whose keys are fields of a class."""
+def _content(path: Path) -> Any:
     if not path.is_file():
         raise InputError(f"there is no {path}: see lightning-rob leaderboard --help")
-    given = load_file(path, "a leaderboard's file")
-    known = {one.name: one for one in fields(kind) if one.name not in own}
-    if not isinstance(given, dict) or (unknown := set(given) - set(known)):
-        extra = sorted(map(str, unknown)) if isinstance(given, dict) else type(given).__name__
-        raise InputError(f"{path} has {', '.join(sorted(known))}, got {extra}")
-    for name, one in known.items():
-        if name not in given and one.default is MISSING:
-            raise InputError(f"{path} lacks {name}")
-    return given
+    return load_file(path, "a leaderboard's file")

@@ -15,7 +15,7 @@ from lightning_rob.commands.checkpoints import config_in_checkpoint, read_checkp
 from lightning_rob.commands.monitor.history import Fields, History, Identity, identity, timestamp
 from lightning_rob.commands.monitor.source import Replaced, Source, Stamp, Unreachable
 from lightning_rob.runtime.errors import visible
-from lightning_rob.runtime.files import UNWRITABLE, digest, manifest_path
+from lightning_rob.runtime.files import UNWRITABLE, digest
 
 SETTLE = 10.0  # seconds after which an unreadable file that does not change is broken
 FACTS = ("file", "weights", "recipe", "epoch", "step")  # of a checkpoint, in a line
@@ -95,12 +95,9 @@ class CheckpointFolder:
         return self._read(file.name, file.stamp)[0]
 
     def _read(self, name: str, stamp: Stamp) -> tuple[Content, str]:
-        """Return content and SHA-256 of a file, which is compared with its manifest."""
+        """Return content and SHA-256 of a file."""
         with self.source.local(name, stamp) as path:
-            content = read_checkpoint(str(path))
-            manifest = manifest_path(path)  # which was compared with the file just now
-            file = manifest.read_text().split()[0].lower() if manifest.exists() else digest(path)
-            return content, file
+            return read_checkpoint(str(path)), digest(path)
 
     def _find(self, name: str, stamp: Stamp) -> None:
         """Keep a complete file; record one that stays unreadable for a while as broken."""

@@ -47,7 +47,7 @@ from lightning_rob.commands.scores import Scores
 from lightning_rob.commands.thresholds import violations
 from lightning_rob.evaluation.records import SESSION, Result
 from lightning_rob.runtime.errors import Fault, InputError, reason_of
-from lightning_rob.runtime.files import UNWRITABLE, raise_thread_errors
+from lightning_rob.runtime.files import UNWRITABLE
 from lightning_rob.runtime.identity import cache_key
 
 NICE = 10
@@ -64,7 +64,6 @@ def run(config: MonitorConfig, starts: Mapping[str, Start]) -> None:
     sources: list[Watched] = []
     homes: dict[Path, str] = {}
     with ExitStack() as stack:
-        stack.enter_context(raise_thread_errors())
         stack.enter_context(quiet_lightning())
         publisher = stack.enter_context(closing(Publisher(config)))
         for name, start in starts.items():

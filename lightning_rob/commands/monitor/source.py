@@ -5,15 +5,15 @@ import re
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from lightning_rob.commands.monitor.urls import parse_model
 from lightning_rob.runtime.errors import InputError, reason_of, visible
-from lightning_rob.runtime.files import UNWRITABLE, manifest_name, manifest_path, stamp_of
+from lightning_rob.runtime.files import UNWRITABLE, stamp_of
 
-Stamp = tuple[Any, ...]  # changes when a checkpoint or its manifest does; can be written as JSON
+Stamp = tuple[Any, ...]  # changes when a checkpoint does; can be written as JSON
 
 USER_INFO, QUERY = re.compile(r"(://)[^/\s]*@"), re.compile(r"(://[^\s?]*\?)\S+")
 CHECKPOINT = re.compile(r"(checkpoints/(.*/)?)?[^/]+\.ckpt")  # as in a local run
@@ -48,7 +48,7 @@ class Source(ABC):
 
     @abstractmethod
     def local(self, name: str, stamp: Stamp) -> AbstractContextManager[Path]:
-        """Give the path of a checkpoint's file, with its manifest beside it, during a block."""
+        """Give the path of a checkpoint's file during a block."""
 
 
 class LocalFolder(Source):
@@ -85,7 +85,7 @@ class LocalFolder(Source):
 
 
 def _stamp(path: Path) -> Stamp:
-    return *(stamp_of(path) or ()), *(stamp_of(manifest_path(path)) or ())
+    return stamp_of(path) or ()
 
 
 class RemoteSource(Source):
@@ -96,7 +96,7 @@ class RemoteSource(Source):
 
     @abstractmethod
     def fetch(self, name: str, stamp: Stamp) -> None:
-        """Write a checkpoint, and its manifest if there is one, into the cache."""
+        """Write a checkpoint into the cache."""
 
     @contextmanager
     def local(self, name: str, stamp: Stamp) -> Iterator[Path]:
@@ -125,31 +125,25 @@ class Bucket(RemoteSource):
         folder, _, name = self.root.rpartition("/")
         self.single = name if name.endswith(".ckpt") else ""
         self.top = folder if self.single else self.root.rstrip("/")
-        self.infos: dict[str, dict[str, Any]] = {}  # as last listed, by name
 
     def stamps(self) -> dict[str, Stamp]:
-        infos = self.infos = self._listed()
+        infos = self._listed()
         found: dict[str, Stamp] = {}
         for name in filter(CHECKPOINT.fullmatch, infos):
-            parts: list[Any] = []
-            # A new manifest beside an old checkpoint is a change too: it may be complete only now.
-            for info in (infos[part] for part in (name, _manifest_of(name)) if part in infos):
-                change = next((info[key] for key in CHANGES if info.get(key)), "")
-                parts += [str(change), info.get("size", 0)]
-            if not parts[0]:
+            info = infos[name]
+            change = next((info[key] for key in CHANGES if info.get(key)), "")
+            if not change:
                 raise Unreachable(
                     f"{self.url}: neither an ETag nor a time of change is known of {name}, so that "
                     "one that replaces it would not be noticed"
                 )
-            found[name] = tuple(parts)
+            found[name] = str(change), info.get("size", 0)
         return found
 
     def fetch(self, name: str, stamp: Stamp) -> None:
         try:
-            for part in (name, _manifest_of(name)):
-                if part in self.infos:
-                    target = self.cache / PurePosixPath(part).name
-                    self.files.get_file(f"{self.top}/{part}", str(target))
+            target = self.cache / PurePosixPath(name).name
+            self.files.get_file(f"{self.top}/{name}", str(target))
         except Exception as error:  # of any package
             if isinstance(error, OSError) and error.errno in UNWRITABLE:
                 raise
@@ -165,18 +159,10 @@ class Bucket(RemoteSource):
             if not self.single:
                 found = self.files.find(self.root, detail=True)
                 return {place.removeprefix(f"{self.top}/"): found[place] for place in found}
-            infos = {self.single: self.files.info(self.root)}
-            with suppress(FileNotFoundError):
-                manifest = manifest_name(self.single)
-                infos[manifest] = self.files.info(f"{self.top}/{manifest}")
-            return infos
+            return {self.single: self.files.info(self.root)}
         except Exception as error:  # of any package
             state = "is not there" if isinstance(error, FileNotFoundError) else "cannot be listed"
             raise Unreachable(f"{self.url} {state}: {reason_of(error)}") from error
-
-
-def _manifest_of(name: str) -> str:
-    return str(PurePosixPath(name).with_name(manifest_name(PurePosixPath(name).name)))
 
 
 class RegisteredModel(RemoteSource):

@@ -76,7 +76,7 @@ class SweepConfig(SpreadConfig):
         values: numbers, fractions, ranges start:stop:step, such as 1/255,2/255
         best: the attack under which to find the best value for the defense; over steps or
             neighbours the value at which that attack is strongest
-        out: for sweep.jsonl, .md and .png; else sweeps/CHECKPOINT_FINGERPRINT_VARIABLE
+        out: for sweep.jsonl and .png; else sweeps/CHECKPOINT_FINGERPRINT_VARIABLE
         workers: processes on this machine that share the values
         ray: workers of a Ray cluster that share them: RAY_ADDRESS, or this machine
         part: i/n, the values of this process alone, such as 3/8 in an array of jobs

@@ -1,11 +1,10 @@
 """`lightning-rob sweep`: attack a checkpoint once for each value of a variable."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from datetime import datetime
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,46 +17,43 @@ from lightning_rob.callbacks import RobustEval
 from lightning_rob.callbacks.measurement import Measurement, measure
 from lightning_rob.callbacks.robust_eval import full_defense
 from lightning_rob.commands.base import Run, without_reporting
-from lightning_rob.commands.scores import ScoreFiles, Scores, scores_by_name
 from lightning_rob.commands.sweep import OF_DEFENSE, SweepConfig, Value
 from lightning_rob.commands.sweep.table import Row, SweepTable
 from lightning_rob.defenses import Defense, Ensemble
-from lightning_rob.evaluation import worst_case
-from lightning_rob.evaluation.records import Result, append_records, versions
-from lightning_rob.evaluation.results import WORST
+from lightning_rob.evaluation.records import Result, append_records
+from lightning_rob.evaluation.results import WORST, worst_measurement, worst_over
+from lightning_rob.plots import save
 from lightning_rob.runtime.errors import Fault, reason_of
 from lightning_rob.runtime.files import read_json_lines
 from lightning_rob.runtime.identity import attack_spec, cache_key, fingerprint
 from lightning_rob.tables import CLEAN
 
 RECORD, SCORES = "sweep.jsonl", "sweep_scores"
-MEASURED = ("random", "private_draws", "interval_covers")  # details known after the evaluation
 
 
 def run(config: SweepConfig, built: Run) -> None:
-    """Sweep, print the table, and write record, table and figure."""
+    """Sweep, print the table, and write records and figure."""
     weights = fingerprint(built.defense)
     name = Path(built.checkpoint).stem if built.checkpoint else type(built.model).__name__
     folder = config.out or Path("sweeps") / f"{name}_{weights[:8]}_{config.over}"
     with without_reporting(built.trainer) as (callbacks, others):
         for callback in callbacks:
             callback.setup(built.trainer, built.model, "test")  # renames clashing attacks
-        plan = measurement_plan(config, callbacks, built)
-        sweep = Sweep(config, built, others, ResultCache(folder))
-        table = sweep.measure(config.own(plan))
+        points = planned(config, [one for one in callbacks if one.attacks], built)
+        table, failures = swept(config.own(points), config, built, others, folder)
     if built.trainer.is_global_zero and config.part is None:
-        facts = {
-            "command": built.command,
-            "date": datetime.now().astimezone().isoformat(" ", "minutes"),
-            "model": f"{type(built.model).__name__}, weights {weights}",
-            "checkpoint": built.checkpoint or "none",
-            "data": f"test images of {type(built.data).__name__}",
-            "versions": ", ".join(f"{package} {v}" for package, v in versions().items()),
-        }
-        SweepTable(config, table, facts).write(folder)
-    if sweep.failures:
-        named = "; ".join(f"{v.label}: {reason_of(error)}" for v, error in sweep.failures.items())
-        raise Fault(f"{len(sweep.failures)} of {len(plan)} values failed, {named}")
+        outcome = SweepTable(config, table)
+        outcome.show()
+        # `sweep.jsonl` may hold other sweeps, so a record of its own says what this table has.
+        keys = [[point.value.number, point.key] for point in points if point.value in table]
+        study = {"kind": "sweep_study", "variable": config.over, "points": keys}
+        append_records(folder / "sweep_studies.jsonl", [study | {"command": built.command}])
+        save(outcome.figure(), folder / "sweep.png")
+        if config.best:
+            print(outcome.best())
+        print(f"Wrote {folder}/sweep.jsonl and sweep.png")
+    if failures:
+        raise Fault(f"{len(failures)} of {len(points)} values failed, {'; '.join(failures)}")
 
 
 def with_value(attack: Attack, over: str, value: float) -> Attack:
@@ -97,189 +93,126 @@ def changed(defense: Defense, over: str, value: float) -> Defense:
 
 
 @dataclass(frozen=True)
-class Task:
-    """An attack on the defense, or a part of it, at one value: one cell of the table."""
+class Point:
+    """The evaluations at one value: one for each target of the attacks and its settings."""
 
-    name: str
-    attack: Attack | None  # None for clean images
-    source: RobustEval
-    target: Callable[[Defense], Defense]  # sets the value and returns what `source` attacks
-    details: dict[str, Any]  # fields of the record
-    key: str  # of all that the result depends on
-
-    @property
-    def counts(self) -> bool:
-        """Whether it counts in the worst case: an attack on the full defense."""
-        return self.attack is not None and self.source.target is full_defense
+    value: Value
+    evaluations: list[tuple[Callable[[Defense], Defense], Measurement]]
+    key: str  # of all that the results depend on
 
 
-Plan = list[tuple[Value, list[Task]]]
-
-
-def measurement_plan(config: SweepConfig, callbacks: Sequence[RobustEval], run: Run) -> Plan:
-    """Return the tasks of each value."""
+def planned(config: SweepConfig, callbacks: Sequence[RobustEval], run: Run) -> list[Point]:
+    """Build every defense and attack before the first is measured: a misfit shows at once."""
     over = str(config.over)
-    callbacks = [callback for callback in callbacks if callback.attacks]  # others are repetitions
-    attacks = [attack for callback in callbacks for attack in callback.attacks.values()]
+    attacks = {name: attack for one in callbacks for name, attack in one.attacks.items()}
     if not attacks:
         raise ValueError(
             "no attacks to sweep: add --trainer.callbacks+=callbacks/adaptive_pgd.yaml"
         )
     wanted = over if over in ("steps", "neighbours") else "threat"
-    if not any(hasattr(part, wanted) for attack in attacks for part in walk(attack)):
+    if not any(hasattr(part, wanted) for attack in attacks.values() for part in walk(attack)):
         raise ValueError(f"no attack has {wanted} to sweep over: add callbacks/arc.yaml")
-    settings, plan = run.settings(), []
-    # Every defense and attack is built before the first is measured: a misfit shows at once.
-    for value in config.points:
-        found = (_tasks(source, over, value.number, run, settings) for source in callbacks)
-        plan.append((value, [*chain(*found)]))
-    first = plan[0][1]
-    names = [*dict.fromkeys(task.name for task in first)]
-    names += [WORST] * (sum(task.counts for task in first) > 1)
+    names = [CLEAN, *attacks, WORST]
     if config.best and config.best not in names:
         raise ValueError(f"choose --best from {', '.join(names)}, got {config.best!r}")
-    return plan
+    together: dict[Hashable, list[RobustEval]] = {}
+    for one in callbacks:
+        together.setdefault((one.target, one.settings), []).append(one)
+    groups, settings = [*together.values()], run.settings()
+    return [_point(over, value, groups, run, settings) for value in config.points]
+
+
+def _point(
+    over: str, value: Value, groups: Sequence[list[RobustEval]], run: Run, settings: dict[str, Any]
+) -> Point:
+    evaluations, parts = [], []
+    for group in groups:
+        first = group[0]
+        attacks = {name: attack for one in group for name, attack in one.attacks.items()}
+        if over not in OF_DEFENSE:
+            attacks = {n: with_value(attack, over, value.number) for n, attack in attacks.items()}
+        target = partial(_attacked_part, first, over, value.number)
+        evaluations.append(
+            (first.target, Measurement(attacks, target, first.settings, first.inputs))
+        )
+        specs = {name: attack_spec(attack) for name, attack in attacks.items()}
+        defense = fingerprint(target(first.defense_of(run.model)))
+        parts.append([defense, specs, first.settings.asdict(), first.settings.max_images])
+    return Point(
+        value, evaluations, cache_key(over=over, value=value.number, parts=parts, **settings)
+    )
 
 
 def _attacked_part(source: RobustEval, over: str, value: float, defense: Defense) -> Defense:
     return source.target(changed(defense, over, value))
 
 
-def _tasks(
-    source: RobustEval, over: str, value: float, run: Run, settings: dict[str, Any]
-) -> Iterator[Task]:
-    """Yield clean images, if the full defense is attacked, and every attack of a callback."""
-    target = partial(_attacked_part, source, over, value)
-    shared = {
-        "target": getattr(source.target, "__name__", repr(source.target)),
-        **{name: one for name, one in source.settings.asdict().items() if one is not None},
-        "max_images": source.settings.max_images,
-    }
-    depends = shared | settings | {"defense": fingerprint(target(source.defense_of(run.model)))}
-    clean: dict[str, Attack | None] = {CLEAN: None} if source.target is full_defense else {}
-    for name, attack in (clean | source.attacks).items():
-        specs = {}
-        if attack:
-            attack = attack if over in OF_DEFENSE else with_value(attack, over, value)
-            specs = {"attack": attack_spec(attack), "threat": attack_spec(attack.threat)}
-        # The key leaves out the value swept: tasks that it does not change are measured once.
-        place = {"variable": over, "value": value, "stage": "test"}
-        details = place | specs | shared | {"versions": settings["versions"]}
-        yield Task(name, attack, source, target, details, cache_key(name=name, **specs, **depends))
+def recorded(folder: Path) -> dict[str, Row]:
+    """Return the recorded results by the key of their point and by name."""
+    found: dict[str, Row] = {}
+    for fields in read_json_lines(folder / RECORD):
+        with suppress(ValueError, KeyError, TypeError, AttributeError):  # of another kind
+            result = Result.from_record(fields)
+            found.setdefault(result.details["reuse"]["key"], {})[result.name] = result
+    return found
 
 
-Scored = tuple[Result, Scores]
-
-
-class ResultCache:
-    """Recorded results by all that they depend on, so that none is measured twice."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / RECORD
-        self.files = ScoreFiles(folder, SCORES)
-        self.found: dict[str, Scored] = {}
-        self.places: set[tuple[str, float, str]] = set()  # variable, value and key of each record
-        for fields in read_json_lines(self.path):
+def swept(
+    points: Sequence[Point],
+    config: SweepConfig,
+    run: Run,
+    others: Sequence[Callback],
+    folder: Path,
+) -> tuple[dict[Value, Row], list[str]]:
+    """Return each value's results by name, and why values failed; print each one's accuracies."""
+    table, failures, known = dict[Value, Row](), list[str](), recorded(folder)
+    for number, point in enumerate(points, start=1):
+        began, row = time.perf_counter(), known.get(point.key)
+        place = f"[{number}/{len(points)}] {config.over} {point.value.label}"
+        took = "recorded"
+        if row is None:
             try:
-                if (scores := self.files.read(fields)) is not None:
-                    self.add(Result.from_record(fields), scores, write=False)
-            except (ValueError, KeyError, TypeError, AttributeError):  # a record of another kind
-                continue
-
-    def add(self, result: Result, scores: Scores, write: bool) -> None:
-        """Keep a result; one of the processes writes it if the file lacks it for its value."""
-        details = result.details
-        key = str(details["reuse"]["key"])
-        place = details["variable"], float(details["value"]), key
-        if place in self.places:
-            return
-        if write:
-            if key not in self.found:
-                self.files.write(key, scores)
-            append_records(self.path, [result.record()])
-        self.places.add(place)
-        self.found.setdefault(key, (result, scores))
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """Measures the results that the cache lacks, beside callbacks that do not report."""
-
-    config: SweepConfig
-    run: Run
-    others: Sequence[Callback]
-    cache: ResultCache
-    failures: dict[Value, Exception] = field(default_factory=dict)
-
-    def measure(self, plan: Plan) -> dict[Value, Row]:
-        """Return each value's results by name, and print each value's accuracies."""
-        table: dict[Value, Row] = {}
-        writes = self.run.trainer.is_global_zero
-        for number, (value, tasks) in enumerate(plan, start=1):
-            began = time.perf_counter()
-            place = f"[{number}/{len(plan)}] {self.config.over} {value.label}"
-            try:
-                new = self._measured(tasks)
+                row = _measured(point, config, run, others, folder)
             except Exception as error:  # any one: the other values are measured
-                self.failures[value] = error
+                failures.append(f"{point.value.label}: {reason_of(error)}")
                 # Other processes would wait for this one, and all values have one cause.
-                if self.run.trainer.world_size > 1 or len(self.failures) == len(plan):
-                    raise next(iter(self.failures.values())) from None
+                if run.trainer.world_size > 1 or len(failures) == len(points):
+                    raise
                 print(f"{place}: failed, {reason_of(error)}")
                 continue
-            row = table.setdefault(value, {})
-            for result, scores in self._results(tasks, self.cache.found | new):
-                self.cache.add(result, scores, writes)
-                row.setdefault(result.name, result)
-            if writes:
-                took = f"{time.perf_counter() - began:.0f} s" if new else "recorded"
-                accuracies = ", ".join(f"{r.name} {r.accuracy:.1%}" for r in row.values())
-                print(f"{place}: {accuracies} ({took})")
-        return table
+            took = f"{time.perf_counter() - began:.0f} s"
+        table[point.value] = row
+        if run.trainer.is_global_zero:
+            accuracies = ", ".join(f"{r.name} {r.accuracy:.1%}" for r in row.values())
+            print(f"{place}: {accuracies} ({took})")
+    return table, failures
 
-    def _measured(self, tasks: Sequence[Task]) -> dict[str, Scored]:
-        """Measure the tasks that are not recorded, by key, in one test for all callbacks."""
-        missing = [task for task in tasks if task.key not in self.cache.found]
-        measurements = {}
-        for source, target in dict.fromkeys((task.source, task.target) for task in missing):
-            own, lacking = (
-                [(task.name, task.attack) for task in some if task.target is target and task.attack]
-                for some in (tasks, missing)
-            )
-            # Also where only clean images are missing an evaluation needs an attack.
-            attacks = dict(lacking or own[:1])
-            measurements[target] = Measurement(attacks, target, source.settings, source.inputs)
-        if not measurements:
-            return {}
-        run, new = self.run, {}
-        found = measure(run.trainer, run.model, run.data, self.others, [*measurements.values()])
-        results = dict(zip(measurements, found, strict=True))
-        for task in missing:
-            result = results[task.target]
-            new[task.key] = result.measurement(task.name), scores_by_name(result)[task.name]
-        return new
 
-    def _results(self, tasks: Sequence[Task], known: Mapping[str, Scored]) -> Iterator[Scored]:
-        """Yield a value's results: of each task, and under the strongest of several attacks."""
-        for task in tasks:
-            result, scores = known[task.key]
-            # The scores may come from another value, which changes nothing for this attack: the
-            # details are this task's own, but for what only the measurement knows.
-            details = task.details | {name: result.details[name] for name in MEASURED}
-            details |= {"reuse": self.cache.files.reference(task.key)}
-            yield replace(result, details=details), scores
-        counted = [task for task in tasks if task.counts]
-        if len(counted) < 2:
-            return
-        clean = [task for task in tasks if task.attack is None]  # counts too, as in `RobustEval`
-        over = [known[task.key] for task in (*clean, *counted)]
-        tables = [(index, scores[:, None]) for _, (index, scores) in over]
-        random = any(result.details["random"] for result, _ in over)
-        found = worst_case(tables, random, self.run.defense.transductive)
-        key = cache_key(name=WORST, over=[task.key for task in counted])
-        last = over[-1][0].details
-        details = {k: v for k, v in counted[0].details.items() if k not in ("attack", "threat")}
-        details |= {name: last[name] for name in MEASURED}
-        details |= {"over": [task.name for task in counted]}
-        details |= {"reuse": self.cache.files.reference(key)}
-        yield found.row(details), (found.index, found.scores)
+def _measured(
+    point: Point, config: SweepConfig, run: Run, others: Sequence[Callback], folder: Path
+) -> Row:
+    """Return the results at a value after one test, and record them."""
+    targets, measurements = zip(*point.evaluations, strict=True)
+    results = measure(run.trainer, run.model, run.data, others, measurements)
+    whole = [r for target, r in zip(targets, results, strict=True) if target is full_defense]
+    rows: Row = {}
+    for number, (target, result) in enumerate(zip(targets, results, strict=True), start=1):
+        file = f"{SCORES}/{point.key}_{number}.csv"
+        own = {
+            "target": getattr(target, "__name__", repr(target)),
+            "variable": config.over,
+            "value": point.value.number,
+            "reuse": {"key": point.key, "scores": file},
+        }
+        found = result.measurements()
+        if whole and result is whole[-1] and sum(len(one.attacks) for one in whole) > 1:
+            found.append(worst_measurement(whole, worst_over(whole)))
+        for one in found:
+            if one.name != CLEAN or target is full_defense:
+                rows.setdefault(one.name, replace(one, details=one.details | own))
+        if run.trainer.is_global_zero:
+            # First: a record names it.
+            result.save(folder / file, own | {"weights": fingerprint(run.defense)})
+    if run.trainer.is_global_zero:
+        append_records(folder / RECORD, [row.record() for row in rows.values()])
+    return rows

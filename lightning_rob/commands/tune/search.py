@@ -69,7 +69,7 @@ def run(config: TuneConfig, built: Run, build: Build) -> None:
     replaced(built.recipe, space.trial)  # fail for an unknown key before anything is built
     search = Search(space, own, budget, config.seed)
     bounds = {key: str(bound) for key, bound in space.variables.items()}
-    parts = [bounds, space.objective, space.trial, str(space.prune)]
+    parts = [bounds, space.objective, space.trial, str(space.near_zero)]
     key = cache_key(recipe=built.recipe, space=parts, seed=config.seed)
     record = Record(out / "trials.jsonl", key)
     training = Training(built.recipe, space, config.seed, out, build, record, budget.stop_after)

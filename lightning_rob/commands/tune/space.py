@@ -2,17 +2,14 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, fields
-from difflib import get_close_matches
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 Point = dict[str, float]
 Bound = tuple[float, float] | tuple[float, float, type[int]]
 
-SECTIONS = ("variables", "objective", "trial", "prune", "budget")
-NEAR_ZERO = 0.01  # of alpha and p: `prune: true`
 TRANSFORM = r"((?:.*\.)?transforms)\.([^.]+)\.[^.]+"
 
 
@@ -50,44 +47,34 @@ class Space:
 
     variables: dict[str, Bound]  # bounds by dotted key; whole numbers have `int` as a third
     objective: dict[str, float]  # weight of each logged metric in the maximized sum
-    trial: dict[str, Any]  # values by dotted key that make a trial cheap
-    prune: float  # transforms whose variable is at most this are left out; -inf keeps all
-    budget: Budget
+    trial: dict[str, Any] = field(default_factory=dict)  # values that make a trial cheap
+    prune: bool | float = False  # leave out transforms whose variable is at most this; True: 0.01
+    budget: Budget = Budget()
 
     @classmethod
     def read(cls, content: Any) -> "Space":
-        given = content if isinstance(content, dict) else {}
-        if unknown := [name for name in given if name not in SECTIONS]:
-            raise ValueError(f"sections are {', '.join(SECTIONS)}, got {unknown[0]!r}")
-        mappings = {name: given.get(name) or {} for name in SECTIONS if name != "prune"}
-        for name, section in mappings.items():
-            if not isinstance(section, dict):
-                raise ValueError(f"{name} must be a mapping, got {section!r}")
-        # All is checked here: a trial would only find out after its training.
-        variables, objective, trial, budget = mappings.values()
-        if not (variables and objective):
+        """Return the space of a file; a trial would find a mistake after its training only."""
+        try:
+            space = cls(**content)
+            bounds: dict[str, Bound] = {}
+            for key, bound in space.variables.items():
+                low, high, *kind = bound
+                whole = [*map(str, kind)] == ["int"]
+                if not (whole or not kind) or not _number(key, low) < _number(key, high):
+                    raise ValueError(f"{key} must be [low, high] or [low, high, int], got {bound}")
+                bounds[key] = (int(low), int(high), int) if whole else (float(low), float(high))
+            weights = {metric: _number(metric, w) for metric, w in space.objective.items()}
+            budget = Budget(**content.get("budget") or {})
+        except (TypeError, AttributeError) as error:  # a section that is unknown or no mapping
+            raise ValueError(str(error)) from error
+        if not (bounds and any(weights.values())):
             raise ValueError("it needs variables and an objective, such as {val/robust/pgd: 1.0}")
-        bounds: dict[str, Bound] = {}
-        for key, bound in variables.items():
-            fits = isinstance(bound, list) and len(bound) >= 2 and bound[2:] in ([], ["int"])
-            if not fits:
-                raise ValueError(f"{key} must be [low, high] or [low, high, int], got {bound!r}")
-            low, high = (_number(key, end) for end in bound[:2])
-            if low >= high:
-                raise ValueError(f"{key}: low must be below high, got {bound!r}")
-            bounds[key] = (int(low), int(high), int) if bound[2:] else (float(low), float(high))
-        weights = {metric: _number(metric, w) for metric, w in objective.items()}
-        if not any(weights.values()):
-            raise ValueError(f"objective needs a weight other than 0, got {weights}")
-        prune = given.get("prune", False)
-        if prune is None or isinstance(prune, bool):
-            prune = NEAR_ZERO if prune else -math.inf
-        else:
-            prune = _number("prune", prune)
-        known = [one.name for one in fields(Budget)]
-        if unknown := [name for name in budget if name not in known]:
-            raise ValueError(f"budget: choose from {', '.join(known)}, got {unknown[0]!r}")
-        return cls(bounds, weights, trial, prune, Budget(**budget))
+        return replace(space, variables=bounds, objective=weights, budget=budget)
+
+    @property
+    def near_zero(self) -> float:
+        """The value up to which a variable switches its transform off."""
+        return self.prune if not isinstance(self.prune, bool) else 0.01 if self.prune else -math.inf
 
     def initial(self, recipe: Any) -> Point:
         return {key: _number(key, value_at(recipe, key)) for key in self.variables}
@@ -108,7 +95,7 @@ class Space:
         slim, dropped = deepcopy(recipe), []
         for key, value in point.items():
             match = re.fullmatch(TRANSFORM, key)
-            if value > self.prune or match is None or match[2] in dropped:
+            if value > self.near_zero or match is None or match[2] in dropped:
                 continue
             parent, name = _locate(slim, match[1])
             del parent[name][match[2]]
@@ -146,22 +133,10 @@ def _locate(config: Any, key: str) -> tuple[Any, Any]:
     """Return the innermost container of a dotted key, and the last part of the key."""
     parent, last, node = None, None, config
     for part in key.split("."):
-        children = _children(node)
-        if part not in children:
-            near = get_close_matches(key, [*_keys(config)], n=1, cutoff=0)
-            raise ValueError(f"the recipe has no {key!r}; nearest is {near[0] if near else None}")
-        parent, last = node, int(part) if isinstance(node, list) else part
-        node = children[part]
+        children = dict(enumerate(node)) if isinstance(node, list) else node
+        name = int(part) if isinstance(node, list) and part.isdigit() else part
+        if not isinstance(children, dict) or name not in children:
+            there = ", ".join(map(str, children)) if isinstance(children, dict) else "no keys"
+            raise ValueError(f"the recipe has no {key!r}: at {part!r} there are {there}")
+        parent, last, node = node, name, children[name]
     return parent, last
-
-
-def _children(node: Any) -> dict[str, Any]:
-    if isinstance(node, list):
-        return {str(index): child for index, child in enumerate(node)}
-    return node if isinstance(node, dict) else {}
-
-
-def _keys(config: Any, prefix: str = "") -> Iterator[str]:
-    for name, child in _children(config).items():
-        yield f"{prefix}{name}"
-        yield from _keys(child, f"{prefix}{name}.")
