@@ -12,6 +12,7 @@ from lightning_rob.commands.monitor.history import History, timestamp
 from lightning_rob.commands.monitor.page import Snapshot, ago, newest_group
 from lightning_rob.commands.monitor.publish import Publisher
 from lightning_rob.commands.report.sections import checkpoints
+from lightning_rob.runtime.errors import InputError
 from tests.commands.test_notify import evaluation
 from tests.commands.test_report import HOSTILE, Page
 
@@ -155,3 +156,17 @@ def test_models_of_one_file_are_in_the_order_of_their_evaluations(tmp_path):
         assert [x for x, _ in line.points] == [0, 600]
         latest = details.blocks[0].rows[0][0].text
         assert latest.startswith(str(order[-1]))
+
+
+def test_a_template_of_the_user_takes_the_place_of_ours(served, tmp_path):
+    place = tmp_path / "mine.html"
+    place.write_text('{% extends "page.html" %}{% block style %}p { color: red }{% endblock %}')
+    config = MonitorConfig(tmp_path, serve=0, template=place)
+    with closing(Publisher(config)) as publisher:
+        publisher.snapshots = served.snapshots
+        html = fetched(publisher)[1]
+    assert "p { color: red }" in html and "--ink" not in html.partition("<body>")[0]
+    assert "ALARM" in text_of(html)
+    place.write_text("{% for %}")
+    with pytest.raises(InputError, match=f"the template {place} cannot be used: Expected"):
+        Publisher(config)

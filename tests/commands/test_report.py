@@ -325,6 +325,14 @@ def test_files_go_to_the_run_or_here(tmp_path, whole, monkeypatch, capsys):
     assert f"Nothing is recorded in {empty}" in told.err
 
 
+def test_a_template_of_the_user_overrides_a_block(whole):
+    template = whole / "mine.html"
+    template.write_text('{% extends "page.html" %}{% block style %}p { color: red }{% endblock %}')
+    main(["report", str(whole), "--template", str(template)])
+    html = (whole / "report.html").read_text()
+    assert "p { color: red }" in html and "61.2%" in html
+
+
 def test_no_torch_is_needed(whole):
     code = f"import sys; from lightning_rob.cli import main; main(['report', {str(whole)!r}]); "
     code += "print({'torch', 'lightning'} & set(sys.modules))"

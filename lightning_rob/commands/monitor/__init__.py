@@ -30,6 +30,7 @@ class MonitorConfig(CommandConfig):
         notify: POST alarms and recoveries to this URL
         serve: page, /metrics for Prometheus and /healthz at this port of localhost, such as 9108
         serve_host: address of that port
+        template: Jinja template of the page, which may extend "page.html"
         every: seconds between two looks into the folder
         once: evaluate the checkpoints that are there, and end
         until: end when this file exists and no checkpoint is left
@@ -49,6 +50,7 @@ class MonitorConfig(CommandConfig):
     notify: list[str] | None = field(default=None, repr=False)  # some URLs are secrets
     serve: int | None = None
     serve_host: str = LOCAL
+    template: Path | None = None
     every: float = 30.0
     once: bool = False
     until: Path | None = None

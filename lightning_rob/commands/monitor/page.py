@@ -5,13 +5,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from jinja2 import Template
 from markupsafe import Markup
 
 from lightning_rob.commands.monitor.history import JUDGED, Fields, History, alarm_after, seconds_of
 from lightning_rob.commands.monitor.notify import kind_of
 from lightning_rob.commands.report.blocks import (
     NONE,
-    TEMPLATES,
     Block,
     Cell,
     Heading,
@@ -52,7 +52,7 @@ def newest_group(history: History, suite: str) -> list[Fields]:
     return max(reversed(groups), key=lambda group: group[-1]["position"], default=[])
 
 
-def page(snapshots: Mapping[str, Snapshot], now: Sequence[Block]) -> str:
+def page(template: Template, snapshots: Mapping[str, Snapshot], now: Sequence[Block]) -> str:
     """Return the page of some runs by name, which begins with the blocks `now`."""
     sections: list[Markup] = [html(now)]
     if len(snapshots) > 1:
@@ -60,7 +60,7 @@ def page(snapshots: Mapping[str, Snapshot], now: Sequence[Block]) -> str:
     for i, (name, snapshot) in enumerate(snapshots.items()):
         sections.append(html(section(name, snapshot, f"run-{i}")))
     title = f"Monitor of {', '.join(Path(name).name for name in snapshots)}"
-    return TEMPLATES.get_template("page.html").render(title=title, sections=sections)
+    return template.render(title=title, sections=sections)
 
 
 def overview(snapshots: Mapping[str, Snapshot]) -> Block:

@@ -16,7 +16,7 @@ from lightning_rob.commands.monitor import MonitorConfig
 from lightning_rob.commands.monitor.display import warn
 from lightning_rob.commands.monitor.history import timestamp
 from lightning_rob.commands.monitor.page import Snapshot, page
-from lightning_rob.commands.report.blocks import Paragraph, Warned
+from lightning_rob.commands.report.blocks import Paragraph, Warned, page_template
 from lightning_rob.runtime.errors import InputError
 
 LIFE = 3600.0  # /healthz fails after as many seconds, and --every, without a look into the folder
@@ -51,6 +51,7 @@ class Publisher:
             from lightning_rob.commands.monitor.metrics import Metrics  # the package is an extra
 
             self.metrics = Metrics(self.snapshots)
+        self.template = page_template(config.template)
         if config.serve is not None:
             self.server = Server(config.serve_host, config.serve, self)
 
@@ -82,7 +83,8 @@ class Publisher:
             return 403, {}, b"open this page as localhost, or give its address to --serve_host\n"
         now = f"This page is of {timestamp()}; it refreshes itself every {REFRESH} s."
         hangs = "the monitor does not look into its folder any more: it hangs"
-        text = page(dict(self.snapshots), [Paragraph(now)] if healthy else [Warned(hangs)])
+        first = Paragraph(now) if healthy else Warned(hangs)
+        text = page(self.template, dict(self.snapshots), [first])
         return 200, PAGE, text.encode(errors="backslashreplace")
 
 

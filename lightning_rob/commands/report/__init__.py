@@ -10,13 +10,13 @@ from typing import ClassVar
 
 from lightning_rob.commands.config import CommandConfig
 from lightning_rob.commands.report.blocks import (
-    TEMPLATES,
     Block,
     Heading,
     Paragraph,
     Warned,
     html,
     markdown,
+    page_template,
 )
 from lightning_rob.commands.report.runs import Run, find_runs
 from lightning_rob.commands.report.sections import comparison, run_section
@@ -38,6 +38,7 @@ class ReportConfig(CommandConfig):
     Args:
         runs: folders of runs, or folders above runs
         out: the page, .html; else report.html in RUN, or here if there are several
+        template: Jinja template of the page, which may extend "page.html"
     """
 
     positional: ClassVar[str] = "runs"
@@ -46,6 +47,7 @@ class ReportConfig(CommandConfig):
 
     runs: tuple[Path, ...] = ()
     out: Path | None = None
+    template: Path | None = None
 
     def __post_init__(self) -> None:
         if not self.runs:
@@ -60,7 +62,7 @@ def run(config: ReportConfig) -> None:
         if not any(path.is_relative_to(folder.resolve()) for path in known):
             print(visible(f"Nothing is recorded in {folder}"), file=sys.stderr)
     folder = config.runs[0] if len(config.runs) == 1 else Path()
-    for path in _write(runs, config.out or folder / "report.html"):
+    for path in _write(runs, config.out or folder / "report.html", config.template):
         print(visible(f"Wrote {path}"))
 
 
@@ -69,7 +71,7 @@ def report(folders: Sequence[str | Path], out: Path) -> tuple[Path, Path]:
     return _write(find_runs(folders), out)
 
 
-def _write(runs: Sequence[Run], out: Path) -> tuple[Path, Path]:
+def _write(runs: Sequence[Run], out: Path, template: Path | None = None) -> tuple[Path, Path]:
     if out.suffix != ".html":
         raise ValueError(f"--out is the page and ends in .html, got {out}")
     beside = out.with_suffix(".md")
@@ -79,7 +81,7 @@ def _write(runs: Sequence[Run], out: Path) -> tuple[Path, Path]:
     title = f"Robustness of {title}"
     sections = list(_sections(runs, title, out.parent))
     pages = [page for page, _ in sections]
-    page = TEMPLATES.get_template("page.html").render(title=title, sections=pages)
+    page = page_template(template).render(title=title, sections=pages)
     text = "\n\n".join(text for _, text in sections) + "\n"
     out.write_text(page, "utf-8", "backslashreplace")
     beside.write_text(text, "utf-8", "backslashreplace")

@@ -13,11 +13,13 @@ from jinja2 import (
     Environment,
     FileSystemLoader,
     StrictUndefined,
+    Template,
+    TemplateError,
     select_autoescape,
 )
 from markupsafe import Markup
 
-from lightning_rob.runtime.errors import visible
+from lightning_rob.runtime.errors import InputError, visible
 
 NONE = "\N{EN DASH}"
 WHOLE = "full_defense"  # the target that is the complete defense
@@ -184,6 +186,7 @@ def plain(text: object) -> str:
     return re.sub(r"([\\`*\[\]|~])|(?<!\w)(_)|(_)(?!\w)", r"\\\g<0>", line)
 
 
+EXTENDED = '{% extends "page.html" %}'
 TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent),
     autoescape=select_autoescape(["html"]),
@@ -196,6 +199,14 @@ TEMPLATES.filters["points"] = lambda points: " ".join(f"{x:.1f},{y:.1f}" for x, 
 # The templates ask for the class of a block by its name: {% if block is Heading %}.
 for each in get_args(Block):
     TEMPLATES.tests[each.__name__] = lambda block, kind=each: isinstance(block, kind)
+
+
+def page_template(path: Path | None) -> Template:
+    """Return the template of a page: the shipped one, or a user's, which may extend it."""
+    try:
+        return TEMPLATES.from_string(path.read_text("utf-8") if path else EXTENDED)
+    except (OSError, ValueError, TemplateError) as error:
+        raise InputError(f"the template {path} cannot be used: {error}") from error
 
 
 def html(blocks: Iterable[Block]) -> Markup:
