@@ -17,6 +17,7 @@ from lightning_rob.commands.monitor.source import Replaced, Source, Stamp, Unrea
 from lightning_rob.runtime.errors import visible
 from lightning_rob.runtime.files import UNWRITABLE, digest
 
+HELD = 2**30  # bytes of checkpoints that stay in memory until they are evaluated
 SETTLE = 10.0  # seconds after which an unreadable file that does not change is broken
 FACTS = ("file", "weights", "recipe", "epoch", "step")  # of a checkpoint, in a line
 
@@ -64,6 +65,7 @@ class CheckpointFolder:
         self.found: dict[str, CheckpointFile] = {}
         # Files that cannot be read, perhaps because they are being written, since `monotonic`.
         self.waiting: dict[Version, float] = {}
+        self.held: dict[Version, tuple[Content, int]] = {}  # content and bytes of the file
         self.in_evaluation: Identity | None = None
 
     @property
@@ -91,13 +93,19 @@ class CheckpointFolder:
                 self.record(line | {"event": "missed", "date": timestamp()})
 
     def read(self, file: CheckpointFile) -> Content:
-        """Return the content of a checkpoint for its evaluation."""
-        return self._read(file.name, file.stamp)[0]
+        """Return the content of a checkpoint for its evaluation; read it unless it is held."""
+        version = file.name, file.stamp
+        return (self.held.pop(version, None) or self._read(*version))[0]
 
-    def _read(self, name: str, stamp: Stamp) -> tuple[Content, str]:
-        """Return content and SHA-256 of a file."""
+    def hold(self, files: Collection[CheckpointFile]) -> None:
+        """Forget the content of all other checkpoints."""
+        kept = {(file.name, file.stamp) for file in files}
+        self.held = {version: content for version, content in self.held.items() if version in kept}
+
+    def _read(self, name: str, stamp: Stamp) -> tuple[Content, int, str]:
+        """Return content, bytes and SHA-256 of a file."""
         with self.source.local(name, stamp) as path:
-            return read_checkpoint(str(path)), digest(path)
+            return read_checkpoint(str(path)), path.stat().st_size, digest(path)
 
     def _find(self, name: str, stamp: Stamp) -> None:
         """Keep a complete file; record one that stays unreadable for a while as broken."""
@@ -127,13 +135,16 @@ class CheckpointFolder:
                 del self.waiting[name, stamp]
 
     def _add(self, name: str, stamp: Stamp) -> None:
-        content, file = self._read(name, stamp)
+        content, size, file = self._read(name, stamp)
         epoch, step = (int(content.get(key, 0)) for key in ("epoch", "global_step"))
         config = config_in_checkpoint(content, name)
         model = (yaml.safe_load(config or "") or {}).get("model")
         recipe = hashlib.sha256(json.dumps(model, sort_keys=True, default=str).encode())
         hashes = file, weights_of(content), recipe.hexdigest()
         self.found[name] = found = CheckpointFile(name, stamp, *hashes, epoch, step, config)
+        # Read once: its content stays in memory until the evaluation, up to `HELD` bytes.
+        if not self.held or size + sum(other for _, other in self.held.values()) <= HELD:
+            self.held[name, stamp] = content, size
         self.record({"event": "seen", "stamp": list(stamp), "config": config} | found.facts)
 
     def _event(self, kind: str, name: str, stamp: Stamp) -> Fields | None:

@@ -187,6 +187,7 @@ class Watched:
             log.write()
         self.folder.scan()
         self.looked_at = monotonic()
+        self.folder.hold(self.pending())
         self.publish()
 
     def publish(self) -> None:
