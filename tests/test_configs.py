@@ -169,7 +169,7 @@ CHEAP = {  # class -> options
 }
 NARROW = {
     **{name: {"widths": [4, 4, 4]} for name in ("ResNet20", "ResNet32")},
-    **{name: {"width": 4} for name in ("DANNResNet18", "MNISTNet")},
+    **{name: {"width": 4} for name in ("DANNResNet18", "MNISTNet", "PreActResNet18")},
 }
 
 
@@ -253,15 +253,16 @@ def test_recipe_builds_with_its_own_data(file, tmp_path, monkeypatch):
 
 def write_checkpoints(file):
     """Write the checkpoints that a recipe of trained networks reads."""
-    options = content_of(file)["model"]["init_args"]
+    options, small = content_of(file)["model"]["init_args"], PreActResNet18(width=4)
+    widths = NARROW["ResNet20"]
     if options.get("members") == 1:
-        found = {options["checkpoints"]: PreActResNet18().state_dict()}
+        found = {options["checkpoints"]: small.state_dict()}
     elif isinstance(options["checkpoints"], str):
-        states = [dverge_state(ResNet20(shortcut="B").state_dict()) for _ in range(3)]
+        states = [dverge_state(ResNet20(shortcut="B", **widths).state_dict()) for _ in range(3)]
         found = {options["checkpoints"]: {f"model{i}": s for i, s in enumerate(states)}}
     else:
         zoo = "ZooNet" in file.read_text()
-        nets = [ZooNet("resnet18", classes=1000)] * 2 if zoo else [ResNet20(), PreActResNet18()]
+        nets = [ZooNet("resnet18", classes=1000)] * 2 if zoo else [ResNet20(**widths), small]
         found = {p: n.state_dict() for p, n in zip(options["checkpoints"], nets, strict=True)}
     for path, state in found.items():
         Path(path).parent.mkdir(exist_ok=True)
@@ -288,7 +289,7 @@ def test_recipe_of_trained_networks_tests(file, tmp_path, monkeypatch, capsys):
     line = refused(capsys, "test", "--config", file, EMBEDDED, *SMALL)
     assert "No such file or directory: 'checkpoints/" in line
     write_checkpoints(file)
-    run("test", "--config", shortened(file), EMBEDDED, *SMALL)
+    run("test", "--config", shortened(file, cheap=CHEAP | NARROW), EMBEDDED, *SMALL)
     shown = capsys.readouterr().out
     attacks = ["transfer_pgd"] if "DENT" in file.read_text() else ["adaptive_pgd", "arc"]
     for name in ("PretrainedEnsemble", "clean", "worst", *attacks):

@@ -10,11 +10,6 @@ from PIL import Image
 from skimage import color, util
 
 from lightning_rob.transforms.pool import pool
-from lightning_rob.transforms.pool.intensity import (
-    CompressJPEG,
-    CompressPNG,
-    Quantize,
-)
 from tests.transforms.inputs import X, close, digits, generator, images, streams
 
 POOL = pool()
@@ -62,8 +57,6 @@ def test_few_colors_are_kept():
     x = torch.tensor([0.0, 0.25, 0.5, 1.0])[torch.randint(4, (1, 1, 8, 8))]
     assert close(drawn("quantize_4_colors", x), x, 1e-4)
     assert close(drawn("quantize_8_colors", x), x, 1e-4)
-    with pytest.raises(ValueError, match=r"colors must be in \[1, inf\], got 0"):
-        Quantize(0)
     with pytest.raises(ValueError, match="1 or 3 channels"):
         drawn("quantize_4_colors", torch.rand(1, 2, 8, 8))
 
@@ -123,8 +116,6 @@ def test_jpeg_is_nearly_that_of_pillow():
         assert (y - true).norm() < 0.6 * (true - DIGITS).norm()
         losses.append((y - DIGITS).square().mean())
     assert losses == sorted(losses)
-    with pytest.raises(ValueError, match=r"quality must be in \[1, 100\], got 0"):
-        CompressJPEG(0)
 
 
 def test_png_rounds_to_eight_bits_at_any_level():
@@ -133,8 +124,6 @@ def test_png_rounds_to_eight_bits_at_any_level():
     assert (y - X).abs().max() <= 0.5 / 255 + 1e-12
     for level in (5, 8):
         assert torch.equal(POOL[f"compress_png_compression_{level}"](X), y)
-    with pytest.raises(ValueError, match=r"level must be in \[0, 9\], got 10"):
-        CompressPNG(10)
 
 
 @pytest.mark.parametrize("name", ["augment_samplewise_std_norm", "augment_featurewise_std_norm"])
