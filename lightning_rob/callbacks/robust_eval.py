@@ -234,7 +234,8 @@ class RobustEval(EvaluationCallback):
         self.log_value(pl_module, f"{stage}/robust/findings", float(len(flagged)))
         known = [share for share in blind if not math.isnan(share)]
         self.log_value(pl_module, f"{stage}/robust/blind", max(known, default=0.0))
-        warn_of(flagged.values())
+        if not trainer.testing:  # a test prints them below its table
+            warn_of(flagged.values())
         for one in self.on_train:
             for name in one.result.attacks:
                 self.log_value(pl_module, f"train/robust/{name}", one.result.accuracy(name))
@@ -256,6 +257,7 @@ class RobustEval(EvaluationCallback):
             defense = self.defense_of(pl_module)
             title = [getattr(pl_module, "method", type(pl_module).__name__)]
             title += [type(defense).__name__] if defense.transductive else []
+            title += ["not on all images, as test/acc is"] * bool(self.settings.max_images)
             print_table(" · ".join(title), self.results, console_of(trainer))
 
 
@@ -330,9 +332,8 @@ class TargetEvaluation:
             key = cache_key(attack_code=self.attacks, inputs=inputs, **card)
             logs: Any = trainer.logger and trainer.logger.save_dir
             unfinished = Path(logs or trainer.default_root_dir) / "unfinished" / key
-        joint, device = self.images.protocol is not None, trainer.lightning_module.device
-        names = (CLEAN, *self.attacks)
-        store = PerImageResults(names, self.settings.columns, device, unfinished, joint)
+        names, device = (CLEAN, *self.attacks), trainer.lightning_module.device
+        store = PerImageResults(names, self.settings.columns, device, unfinished)
         if (counts := store.counts()) and trainer.is_global_zero:
             known = ", ".join(f"{name} {number}" for name, number in counts.items())
             console_of(trainer).print(f"Continuing. Images scored already: {known}.")

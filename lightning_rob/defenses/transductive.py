@@ -100,7 +100,8 @@ class Transductive(Defense):
         # Not at creation: an evaluation gives the training images later.
         if self.source_data is None:
             raise ValueError(
-                f"{type(self).__name__} learns from labelled images: give it source=(x, y)"
+                f"{type(self).__name__} learns from labelled images: give it source=(x, y), or "
+                "evaluate it with one of the data modules of lightning_rob.data"
             )
         return self.source_data
 
@@ -140,17 +141,26 @@ class Transductive(Defense):
 
 
 class Retraining(Transductive):
-    """A defense whose network is drawn and trained anew for each test batch."""
+    """A defense whose network is drawn and trained anew for each test batch.
+
+    Args:
+        epochs: passes over the source.
+        batch_size: images of the source per step.
+        optimizer: parameters -> optimizer.
+        lr_scheduler: optimizer -> schedule, stepped once an epoch; None keeps the rate.
+        augment: applied to an image [C, H, W] in training, drawing from torch's global stream;
+            predictions are of the unchanged images.
+    """
 
     def __init__(
         self,
         net: nn.Module,
-        source: SourceData | None,
-        epochs: int,
-        batch_size: int,
-        optimizer: Optimizer,
-        lr_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None,
-        augment: Sequence[Augment],
+        source: SourceData | None = None,
+        epochs: int = 100,
+        batch_size: int = 128,
+        optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = torch.optim.Adam,
+        lr_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
+        augment: Sequence[Augment] = (),
     ) -> None:
         super().__init__(net, source)
         at_least(1, epochs=epochs, batch_size=batch_size)
@@ -184,13 +194,7 @@ def give_source(defense: nn.Module, labelled: Callable[[], SourceData | None]) -
     """Give labelled images to the parts of a defense that need them and have none yet."""
     for part in defense.modules():
         if isinstance(part, Transductive) and part.needs_source and part.source_data is None:
-            data = labelled()
-            if data is None:
-                raise ValueError(
-                    f"{type(part).__name__} learns from labelled images: give it source=(x, y), or "
-                    "evaluate it with one of the data modules of lightning_rob.data"
-                )
-            part.source_data = Source(data)
+            part.source_data = None if (data := labelled()) is None else Source(data)
 
 
 @contextmanager

@@ -348,15 +348,23 @@ class Evaluator:
             rows = _spread(x, CHECKED_ATTACKED)
             found += checked(target, x[rows], y[rows], index[rows], (slope,), directions=2)
             known = {finding.name for finding in self.findings}
-            self.findings += [one for one in found if one.flagged and one.name not in known]
+            found = [one for one in found if one.flagged and not self._heeded(one)]
+            self.findings += [one for one in found if one.name not in known]
             return
         rows = _spread(x, CHECKED)
         found = checked(target, x[rows], y[rows], index[rows])
-        self.findings = [one for one in found if one.flagged]
+        self.findings = [one for one in found if one.flagged and not self._heeded(one)]
         cut = any(finding.name == "bounds" for finding in self.findings)
         if cut and not self.joint:
             self.inside = InsideBounds(HAIR * (self.bounds[1] - self.bounds[0]), self.bounds)
             self.recovered |= set(self.attacks)
+
+    def _heeded(self, finding: Finding) -> bool:
+        """Return whether a random network is averaged over, as the check of randomness advises."""
+        drawing = [one for attack in self.attacks.values() for one in walk(attack)]
+        averaged = all((getattr(one, "draws", 2) or 1) > 1 for one in drawing)
+        random = (finding.name, finding.severity) == ("randomness", "warning")
+        return random and averaged and self.settings.inferences > 1
 
     def _shares(self, found: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return the probabilities [B, R] of right predictions and of rejections, of [R, B, K]."""

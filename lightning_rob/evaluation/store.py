@@ -45,7 +45,6 @@ class PerImageResults:
         inferences: int,
         device: torch.device | str = "cpu",
         folder: Path | None = None,
-        joint: bool = False,
     ) -> None:
         self.names, self.inferences = tuple(names), inferences
         # Scores and rejections by inference, sizes, blindness, the score with known noise; and
@@ -53,7 +52,7 @@ class PerImageResults:
         self.floats = PerImage(len(names) * (2 * inferences + 2) + 1).to(device)
         self.integers = PerImage(len(names) + 2, torch.int64).to(device)
         self.checksums: dict[int, int] = {}  # of this process's images, by index
-        self.log = ResumeLog(folder, (*names, KNOWN), joint)
+        self.log = ResumeLog(folder, (*names, KNOWN))
 
     def add_batch(
         self,
@@ -83,7 +82,9 @@ class PerImageResults:
 
     def counts(self) -> dict[str, int]:
         """Return the number of images whose results the log has from an earlier run, by attack."""
-        known = Counter(name for name, _ in self.log.known)
+        known: Counter[str] = Counter()
+        for (name, _), outcome in self.log.known.items():
+            known[name] += len(outcome.sizes)
         return {name: known[name] for name in self.names[1:] if name in known}
 
     def rows(self) -> PerImageRows:

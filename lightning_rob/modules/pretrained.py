@@ -49,13 +49,11 @@ class PretrainedEnsemble(RobustModule):
         names: dict[str, Any] = {"rename": rename, "drop": drop or []}
         if defense and isinstance(checkpoints, str):
             checkpoints = [checkpoints]
-        given = {"members": members, "nets": nets, "checkpoints": checkpoints, "prefix": prefix}
-        lengths = {name: len(value) for name, value in given.items() if isinstance(value, list)}
-        lengths |= {} if members is None else {"members": members}
-        if len({*lengths.values()}) > 1 or 0 in lengths.values():
-            listed = ", ".join(f"{length} {name}" for name, length in lengths.items())
-            raise ValueError(f"members and all that is one per member must agree, got {listed}")
-        count = next(iter(lengths.values()), None)
+        lengths = {len(one) for one in (nets, checkpoints, prefix) if isinstance(one, list)}
+        lengths |= set() if members is None else {members}
+        if len(lengths) > 1 or 0 in lengths:
+            raise ValueError(f"members and all that is one per member must agree, got {lengths}")
+        count = next(iter(lengths), None)
         if isinstance(checkpoints, str):
             if isinstance(prefix, list):
                 raise ValueError(f"one checkpoint for all needs one prefix, got {prefix}")
@@ -64,8 +62,7 @@ class PretrainedEnsemble(RobustModule):
             # A run that was stopped early also saves members with random weights.
             found = found[: started_members(checkpoints)]
             if count is not None and len(found) < count:
-                held = f"{len(found)} members, not {count}: {', '.join(found)}"
-                raise ValueError(f"{checkpoints} holds {held}")
+                raise ValueError(f"{checkpoints} holds {len(found)} members, not {count}: {found}")
             prefix = list(found[:count])
             count = len(prefix)
         if count is None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
@@ -88,7 +87,7 @@ class TransformTraining(RobustModule):
         epochs: maximum number of epochs of a sub-model; `trainer.max_epochs` must allow for all.
         patience: number of epochs without a lower validation loss after which a sub-model stops.
         rule: turns the sub-models' logits into a prediction.
-        lr_scheduler: optimizer -> schedule, stepped once an epoch and restarted for each sub-model.
+        **options: arguments of `RobustModule`; optimizer and schedule restart for each sub-model.
     """
 
     def __init__(
@@ -98,10 +97,9 @@ class TransformTraining(RobustModule):
         epochs: int = 50,
         patience: int = 3,
         rule: Rule = mean_probs,
-        optimizer: OptimizerCallable = torch.optim.Adam,
-        lr_scheduler: LRSchedulerCallable | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(optimizer, lr_scheduler)
+        super().__init__(**options)
         at_least(1, epochs=epochs, patience=patience)
         self.transforms = chosen(transforms)
         self.names = list(self.transforms)

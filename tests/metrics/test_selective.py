@@ -69,16 +69,10 @@ def test_no_images_are_no_number(per):
 
 def test_what_is_refused():
     predictions, y, clean = played()
-    for call in (
-        lambda per: selective_error(predictions, y, clean, per),
-        SelectiveError,
-        lambda per: rejection_curves(torch.zeros(2), torch.ones(2), torch.ones(2) > 0, per=per),
-    ):
-        with pytest.raises(ValueError, match=r"per must be of .*, got 'accepted'"):
-            call("accepted")
-    for mask, got in (clean.long(), r"torch.int64 \[41\]"), (clean[:-1], r"torch.bool \[40\]"):
-        with pytest.raises(ValueError, match=f"a mask of 41 images, got {got}"):
-            selective_error(predictions, y, mask)
+    with pytest.raises(ValueError, match=r"per must be of .*, got 'accepted'"):
+        selective_error(predictions, y, clean, "accepted")
+    with pytest.raises(ValueError, match=r"a mask of 41 images, got torch.bool \[40\]"):
+        selective_error(predictions, y, clean[:-1])
 
 
 def scored(count=300, seed=0):
@@ -102,9 +96,3 @@ def test_curves_threshold_by_threshold(per):
         error = kept.sum() / (len(p) if per == "image" else max(1, len(kept)))
         expected = [out[clean.numpy()].mean(), out.mean(), error]
         assert found[:, t].tolist() == pytest.approx(expected, abs=1e-12)
-
-
-def test_a_score_that_is_no_number_is_rejected():
-    scores = torch.tensor([torch.nan, 0.2])
-    curves = rejection_curves(scores, torch.tensor([True, False]), torch.tensor([True, False]))
-    assert [float(curve[-1]) for curve in curves] == [1.0, 0.5, 0.0]

@@ -1,13 +1,9 @@
 """Transfer between members: orientation, expectation, ranking."""
 
-import math
-
 import pytest
 import torch
 
 from lightning_rob.metrics import (
-    Transferability,
-    TransferMatrix,
     transfer_matrix,
     transfer_ranking,
     transferability,
@@ -68,22 +64,6 @@ def test_random_members_are_expectations():
     assert found.matrix.diagonal().tolist() == pytest.approx([1.0] * 3)
 
 
-def test_one_member():
-    p, y = predictions(members=1)
-    metric = Transferability(1)
-    metric.update(p, y)
-    assert transferability(p, y).matrix.tolist() == [[1.0]]
-    assert metric.compute().matrix.item() == 1
-    assert transfer_ranking(torch.tensor([[0.5]])) == [0]
-
-
-@pytest.mark.parametrize("kind", [TransferMatrix, Transferability])
-def test_another_number_of_members(kind):
-    p, y = predictions(2)
-    with pytest.raises(ValueError, match=r"must be \[3, 3, B, K\], got \[2, 2, 40, 5\]"):
-        kind(3).update(p, y)
-
-
 def test_ranked_by_the_accuracy_of_the_others():
     """Not by a member's own, which is the lowest for the first one here."""
     accuracy = [[0.0, 0.2, 0.9], [0.8, 0.1, 0.5], [0.7, 0.2, 0.6]]
@@ -100,9 +80,3 @@ def test_equals_are_ranked_by_their_order():
     assert transfer_ranking(accuracy) == [0, 1, 2, 3]
     accuracy[0, 3] -= 0.01
     assert transfer_ranking(accuracy) == [3, 0, 1, 2]
-
-
-@pytest.mark.parametrize("wrong", [torch.zeros(2, 3), torch.zeros(2), torch.full((2, 2), math.nan)])
-def test_what_cannot_be_ranked(wrong):
-    with pytest.raises(ValueError, match=r"accuracy must be \[M, M\] and known, got \["):
-        transfer_ranking(wrong)

@@ -14,8 +14,7 @@ from lightning_rob import PGD, Threat
 from lightning_rob.defenses import RandomTransforms
 from lightning_rob.modules import AdversarialTraining, RobustModule, TransformTraining
 from lightning_rob.transforms import GaussianNoise
-from tests.modules.test_contract import losses, method
-from tests.tiny import Blobs, TinyNet, quiet_trainer, run
+from tests.tiny import Blobs, TinyNet, quiet_trainer
 
 
 class Pairs(LightningDataModule):
@@ -34,27 +33,6 @@ class Pairs(LightningDataModule):
         return DataLoader(self.images, batch_size=24)
 
     test_dataloader = predict_dataloader = val_dataloader
-
-
-class Domains(Pairs):
-    """What DANN learns from: labelled images, and others."""
-
-    def train_dataloader(self):
-        return {"source": super().train_dataloader(), "target": super().train_dataloader()}
-
-
-def data_of(name):
-    kind = Domains if name.endswith("DANN") else Pairs
-    return f"{kind.__module__}.{kind.__name__}"
-
-
-@pytest.mark.parametrize("name", ["BAT", "FreeTraining", "lightning_rob.modules.DANN"])
-def test_methods_train_on_pairs(tmp_path, name):
-    path = method(tmp_path, name, data={"class_path": data_of(name)})
-    run("fit", "--config", path, "--trainer.max_epochs=4", "--trainer.limit_train_batches=2")
-    found = losses(tmp_path)
-    assert len(found) == 4
-    assert torch.tensor(found).isfinite().all()
 
 
 def trainer(folder, *callbacks, **options):

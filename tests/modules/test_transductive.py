@@ -1,12 +1,9 @@
 """DANN and TADV as ordinary runs: the data they train on, their losses, and how they resume."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import nn
 
 from lightning_rob.data.source_target import SourceTargetData
 from lightning_rob.defenses import Single
@@ -17,12 +14,9 @@ from tests.tiny import (
     Blobs,
     TinyDANN,
     TinyNet,
-    pgd,
     quiet_trainer,
     recipe,
-    records,
     refused,
-    robust_eval,
     run,
     same_weights,
     weights,
@@ -98,18 +92,6 @@ def test_the_targets_images_change_the_weights_and_its_labels_do_not(
     assert same_weights(weights(uninterrupted / END), weights(tmp_path / END)) == same
 
 
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-def test_a_checkpoint_of_dann_can_be_tested_without_its_recipe(uninterrupted, tmp_path):
-    logger = {"class_path": "TensorBoardLogger"} | {
-        "init_args": {"save_dir": str(tmp_path), "name": "run", "version": 0}
-    }
-    attacked = f"--trainer.callbacks+={json.dumps(robust_eval({'apgd': pgd()}))}"
-    args = ["--ckpt_path", uninterrupted / END, attacked, f"--trainer.logger={json.dumps(logger)}"]
-    run("test", *args, "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false")
-    found = {r["name"]: (r["stage"], r["n"]) for r in records(tmp_path)}
-    assert found["apgd"] == ("test", 33)
-
-
 def test_data_without_a_target_are_refused(tmp_path, capsys):
     file = dann(tmp_path, data={"class_path": "tests.tiny.Blobs"})
     line = refused(capsys, "fit", "--config", file)
@@ -133,13 +115,6 @@ def test_the_reversal_weight_grows_over_the_run(length):
 def test_a_run_of_unknown_length_is_refused():
     with pytest.raises(MisconfigurationException, match=r"set trainer\.max_epochs or max_steps"):
         fit(DANN(TinyDANN), max_epochs=-1)
-
-
-def test_dann_refuses_the_same_arguments_as_the_defense():
-    with pytest.raises(ValueError, match="scale must not be negative, got -1"):
-        DANN(TinyDANN, scale=-1)
-    with pytest.raises(TypeError, match="such as DANNNet: Identity has no features"):
-        DANN(nn.Identity)
 
 
 def test_tadv_is_adversarial_training_with_the_halves_in_the_other_order():

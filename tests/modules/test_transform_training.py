@@ -126,8 +126,6 @@ def test_two_processes_train_together_and_a_test_has_all_sub_models(tmp_path):
 @pytest.mark.parametrize(
     ("options", "args", "message"),
     [
-        ({"epochs": 0}, [], "epochs must be at least 1, got 0"),
-        ({"patience": 0}, [], "patience must be at least 1, got 0"),
         ({"transforms": ["rotate_91"]}, [], "no transformation 'rotate_91', did you mean"),
         ({}, ["--trainer.max_epochs=4"], "trainer.max_epochs must be at least 9"),
         ({}, ["--trainer.limit_val_batches=0"], "validate after every epoch"),
