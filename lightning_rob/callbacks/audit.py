@@ -6,8 +6,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_rob.audit.auditor import Report, build_report, column_names, measure
-from lightning_rob.audit.target import AuditTarget
+from lightning_rob.audit.auditor import AuditTarget, Report, build_report, column_names, measure
 from lightning_rob.callbacks.base import EvaluationCallback
 from lightning_rob.callbacks.images import Images
 from lightning_rob.callbacks.loggers import writing_folder
@@ -40,7 +39,6 @@ class RobustAudit(EvaluationCallback):
         max_images: number of audited images, a random choice by the seed; None audits all.
         protocol: rounds in which a defense that adapts is attacked; None is `RoundProtocol()`.
         record: file in the run's folder.
-        power: test whether each attack finds adversarial images that exist by construction.
         **options: those of `EvaluationCallback`.
     """
 
@@ -55,7 +53,6 @@ class RobustAudit(EvaluationCallback):
         max_images: int | None = 100,
         protocol: RoundProtocol | None = None,
         record: str = "audit.json",
-        power: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(None, max_images=max_images, **options)
@@ -65,7 +62,6 @@ class RobustAudit(EvaluationCallback):
         self.steps = steps
         self.queries = queries
         self.record = record
-        self.power = power
         self.found: Report | None = None
 
     def begin(self, trainer: Trainer, pl_module: Any, loaders: Any) -> Sequence[Images]:
@@ -75,7 +71,6 @@ class RobustAudit(EvaluationCallback):
             self.steps,
             self.queries,
             self.settings.seed,
-            power=self.power,
         )
         target.other_attacks = {}
         for one in trainer.callbacks:  # type: ignore[attr-defined]
