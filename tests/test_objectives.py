@@ -209,3 +209,12 @@ def test_check_logits_refuses_non_finite_ones(bad):
     check_logits(torch.tensor([[[-torch.inf, 1.0, 0.0]]]), torch.tensor([1]))
     with pytest.raises(NonFiniteLogitsError, match="not numbers on 1 of 2 images"):
         check_logits(torch.tensor([[[0.0, 1.0], [bad, 0.0]]]), torch.tensor([0, 1]))
+
+
+@every_objective
+def test_full_precision_under_autocast(objective):
+    """Restarts and best iterates are compared by this number."""
+    logits, y = draws(3, 8, 4, seed=10)
+    with torch.autocast("cpu", torch.bfloat16):
+        value = objective(logits, WEIGHTS, y)
+    torch.testing.assert_close(value.float(), objective(logits, WEIGHTS, y), rtol=1e-5, atol=1e-6)

@@ -48,13 +48,6 @@ def test_splitmix_is_the_published_one():
 # streams
 
 
-def test_streams_go_on():
-    once, twice = streams(3, 4), streams(3, 4)
-    whole = once.uniform((6,))
-    parts = [twice.uniform((2,)), twice.uniform(()).unsqueeze(1), twice.uniform((3, 1))[..., 0]]
-    assert torch.equal(torch.cat(parts, 1), whole)
-
-
 def test_a_draw_depends_on_the_image_alone():
     whole = streams(10, 11, 12, 13, 14, keys=(7, 1)).uniform((4,))
     assert torch.equal(streams(14, 10, 12, keys=(7, 1)).uniform((4,)), whole[[4, 0, 2]])

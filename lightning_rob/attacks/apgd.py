@@ -85,7 +85,7 @@ class APGD(Attack):
         run = sum(2 * (steps + 1) for _, steps in self._phases(self.threat)) + (self.targets > 0)
         return count.drawn(self.draws) * (2 + runs * run)
 
-    def _with_effort(self, effort: int) -> Self:
+    def with_effort(self, effort: int) -> Self:
         """Return the attack with this number of steps, which for l1 are those of short runs.
 
         In l1 a run settles early on the pixels that it moves: another start finds more than more

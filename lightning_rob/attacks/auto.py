@@ -80,8 +80,6 @@ class Auto(Attack):
     Args:
         threat: linf, l2 or l1, in pixel units.
         passes: the largest number of forward and backward passes of an image; see `Budgeted`.
-        stand_in: share of the passes from which a small network learns what lies before a part,
-            where no other slope is of use (BPDA); 0 trains none.
 
     Raises:
         ValueError: no passes, another threat; when called, too few passes for the schedule.
@@ -91,7 +89,6 @@ class Auto(Attack):
 
     threat: Threat
     passes: int = 1000
-    stand_in: float = 0.02
     results: list[AutoResult] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -120,7 +117,7 @@ class Auto(Attack):
         else:
             opening = int(OPENING_FOR_KIND * passes)
             first = replace(self, passes=opening).schedule(defense, classes)
-        search = Search(self.threat, defense, x, y, generator, classes, self.stand_in)
+        search = Search(self.threat, defense, x, y, generator, classes)
         return self._noted(search.run(first, opening, passes))
 
     def __call__(

@@ -40,6 +40,7 @@ DRAWS, MORE_DRAWS = 2, 6  # for each step on a network that draws noise of its o
 PREDICTIONS = 5  # of such a network, to judge an attack
 SHARES = (0.15, 0.25)  # of the passes, for all candidates and for variants of the best
 OF_RANDOM = (0.05, 0.35, 0.2)  # for the opening, candidates and variants where steps cost more
+LEARNING = 0.02  # share of the passes from which a network learns what lies before a part
 COPIES, NOISE = 6, 0.3  # noisy copies for each step, and their noise as a share of the radius
 DIRECTIONS, MOVE = 4, 0.3  # moves in which slopes are compared with differences; share of eps
 AGREEING = 0.5  # correlation of both from which a slope is worth following
@@ -99,7 +100,6 @@ class Search:
     Args:
         defense: the defense inside `attacking`.
         classes: their number.
-        learning: share of the passes from which a network learns what lies before a part.
     """
 
     def __init__(
@@ -110,9 +110,7 @@ class Search:
         y: Tensor,
         generator: Generator,
         classes: int,
-        learning: float,
     ) -> None:
-        self.learning = learning
         self.threat, self.defense, self.classes = threat, defense, classes
         self.x, self.y, self.generator = x, y, generator
         # Noise of its own, so that the attack that is found draws the same when it runs alone.
@@ -164,7 +162,7 @@ class Search:
             self.rugged = climbs and self._is_rugged(judged[0].attack, rows[:PROBED])
             if self.rugged:
                 self.findings.append("slopes that say little of how predictions change")
-            variants = list(self._variants(judged, int(self.learning * passes)))
+            variants = list(self._variants(judged, int(LEARNING * passes)))
             judged += self._round("2", variants, rows, int(shares[1] * passes))
             judged.sort(key=lambda one: one.left)
         winners = self._winners(judged)[: 1 if alone else None]

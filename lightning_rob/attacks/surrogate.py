@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Literal, TypeGuard, get_args
+from typing import Any, Literal, Self, TypeGuard, get_args
 
 import torch
 from torch import Tensor, nn
@@ -380,20 +380,12 @@ class SurrogateGradient(AttackDecorator):
     def batch_dependent(self) -> bool:  # type: ignore[override]
         return self.stand_in > 0
 
-    def _learning(self, count: PassCount) -> int:
-        return self.stand_in * count.networks
-
     def cost(self, count: PassCount) -> int:
         # Each forward pass is one of the defense itself and one of each noisy copy.
-        return self.attack.cost(count) * (self.copies + 1) + self._learning(count)
+        return self.attack.cost(count) * (self.copies + 1) + self.stand_in * count.networks
 
-    def least(self, count: PassCount) -> int:
-        return self.attack.least(count) * (self.copies + 1) + self._learning(count)
-
-    def within(self, passes: int, count: PassCount) -> "SurrogateGradient":
-        free = self.affordable(passes, count) - self._learning(count)
-        each = free // (self.copies + 1) + count.asked
-        return replace(self, attack=self.attack.within(each, count))
+    def with_effort(self, effort: int) -> Self:
+        return replace(self, attack=self.attack.with_effort(effort))
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         with own_sight(len(x), x.device, generator):  # its gradients are not the defense's

@@ -6,8 +6,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_rob.audit.auditor import Report, build_report, column_names, measure
-from lightning_rob.audit.target import AuditTarget
+from lightning_rob.audit.auditor import AuditTarget, Report, build_report, column_names, measure
 from lightning_rob.callbacks.base import EvaluationCallback
 from lightning_rob.callbacks.images import Images
 from lightning_rob.callbacks.loggers import writing_folder
@@ -72,7 +71,6 @@ class RobustAudit(EvaluationCallback):
             self.steps,
             self.queries,
             self.settings.seed,
-            power=self.power,
         )
         target.other_attacks = {}
         for one in trainer.callbacks:  # type: ignore[attr-defined]

@@ -437,3 +437,14 @@ def test_tricks_go_together():
     for order in ([SGM(0.2), InsideBounds(1e-9)], [InsideBounds(1e-9), SGM(0.2)]):
         moved = replace(attack, backward=order)(hiding, x, y)
         assert (moved - expected).abs().gt(1e-9).double().mean() < 1e-3
+
+
+def test_linbp_of_a_dead_branch_is_zero():
+    """A branch that passes no gradient back gets none."""
+    net, x = copy.deepcopy(built("two blocks")), images()
+    nn.init.constant_(net.convs[0].bias, -100.0)
+    with LinBP(0.0)(net):
+        ours = gradient(net, x)
+    assert ours.isfinite().all()
+    with LinBP(0.5)(net):
+        close(ours, gradient(net, x))

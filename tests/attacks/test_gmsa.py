@@ -195,3 +195,14 @@ def test_equals_are_settled_by_the_larger_loss(right, margins, chosen, memory):
     defense = Scripted(Fixed(1), [clean, *attacked])
     x_adv = GMSA(Spy(attacked_nets=[]), rounds=3, memory=memory)(defense, x, y)
     assert torch.equal(x_adv, x if chosen is None else torch.full_like(x, chosen))
+
+
+def test_without_the_clean_rehearsal_the_first_images_are_taken():
+    x_adv, _, defense, _ = play([9, 9, 9], from_clean=False)
+    assert torch.equal(x_adv, torch.full_like(x_adv, 0.01))
+    assert [float(saw.mean()) for saw in defense.saw] == pytest.approx([0.01, 0.02, 0.03])
+
+
+def test_every_rehearsal_has_its_own_randomness():
+    _, _, defense, _ = play([8, 8, 8])
+    assert len(set(defense.drew)) == 4

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from lightning_rob.attacks import (
@@ -114,3 +115,12 @@ def test_logits_stay_what_they_are_to_the_last_bit():
     with pytest.raises(ArithmeticError), InsideBounds()(Single(net)):
         raise ArithmeticError
     assert "forward" not in vars(net)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_hair_is_at_least_a_step_of_rounding(dtype):
+    x = torch.tensor([[0.0, 1.0]], dtype=dtype).requires_grad_()
+    net = Through(nn.Identity(), clamped)
+    with InsideBounds(1e-9)(Single(net)):
+        (gradient,) = torch.autograd.grad(net(x).sum(), x)
+    assert gradient.tolist() == [[1, 1]]

@@ -163,3 +163,12 @@ def test_stronger_than_arc_and_pgd(three, threat):
     others = [PGD(threat, 20, eps / 4, random_start=False)]
     for attack in others if threat.p == 1 else [*others, ARC(threat, 20)]:
         assert climbed <= accuracy(three, attack(three, x, y), y)
+
+
+@every_norm
+def test_a_class_that_is_ruled_out(threat):
+    """Its logit is -inf: no boundary leads there, and no image is NaN."""
+    defense, x, y = ensemble(7, 2, 3, threat)
+    for net in defense.members:
+        net.b[2] = -torch.inf
+    assert_inside(threat, LatticeClimber(threat, 20)(defense, x, y), x)

@@ -115,15 +115,6 @@ def test_attacks_within_attacks_keep_what_the_outer_one_asks_for(fresh):
         assert float32_precision() == FULL
 
 
-def test_the_flags_come_back_after_an_error(fresh):
-    torch.set_float32_matmul_precision("high")
-    before = flags()
-    with pytest.raises(ValueError, match="labels"):
-        PGD_STEP(Single(Recording()), batch()[0], batch()[1] + 9)
-    assert flags() == before
-    assert float32_precision() == f"{REDUCED}, mkldnn.matmul tf32"
-
-
 FIRST = """
 import torch
 from lightning_rob.runtime.precision import float32_precision, in_float32

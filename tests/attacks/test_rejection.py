@@ -257,3 +257,24 @@ def test_fooled_images_leave_apgd():
     assert torch.equal(*found)
     assert 0.3 < found[0].float().mean() < 1
     assert passes[0] < 0.8 * passes[1]
+
+
+@pytest.mark.parametrize("name", ["pgd", "apgd", "arc", "fab", "square"])
+def test_the_place_of_the_class_that_rejects_changes_nothing(name):
+    x, y = images()
+    noise = Streams.from_index(torch.arange(len(x)), 3)
+    last = ATTACKS[name](Single(detector(), rejects=CLASSES), x, y, noise)
+    noise = Streams.from_index(torch.arange(len(x)), 3)
+    second = ATTACKS[name](Single(detector(place=1), rejects=1), x, y + (y >= 1).long(), noise)
+    torch.testing.assert_close(last, second)
+
+
+def test_square_inside_an_attack_on_whole_batches():
+    """There the labels are those of a batch, of which images leave as they are fooled."""
+    x, y = images(20)
+    defense, noise = Single(detector(), rejects=CLASSES), Streams.from_index(torch.arange(20), 0)
+    apart = Square(LINF, 50)(defense, x, y, noise)
+    seen = AcceptedClasses(defense, PerImageValues(y))
+    again = Streams.from_index(torch.arange(20), 0)
+    assert torch.equal(Square(LINF, 50).perturb(seen, x, y, again), apart)
+    assert 0 < (defense(apart).argmax(1) == y).float().mean() < 1

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import one_hot
 
 from lightning_rob import load_callbacks, objectives
-from lightning_rob.attacks import APGD, Auto, SurrogateGradient
+from lightning_rob.attacks import APGD, Auto, SurrogateGradient, search
 from lightning_rob.attacks.base import is_batch_separable
 from lightning_rob.attacks.folding import FoldingError
 from lightning_rob.attacks.nested import walk
@@ -132,7 +132,7 @@ def inverted(x):
 
 
 @pytest.mark.parametrize("before", [inverted, levels])
-def test_a_network_learns_what_has_no_slope(before):
+def test_a_network_learns_what_has_no_slope(before, monkeypatch):
     """The identity's slope is no help: it has the wrong sign, or not the shape."""
     x, y = images(IMAGES, seed=4)
     net = Through(Mean(trained_net(1)), before=before)
@@ -141,7 +141,8 @@ def test_a_network_learns_what_has_no_slope(before):
     assert any("a learned stand-in before net.net" in trial.words for trial in found.trail)
     assert torch.equal(found.attack(Single(net), x, y, seeded()), found.x_adv)
     assert not is_batch_separable(found.attack, Single(net))
-    without = left_by(Auto(THREAT, PASSES, stand_in=0), net, x, y)
+    monkeypatch.setattr(search, "LEARNING", 0)
+    without = left_by(Auto(THREAT, PASSES), net, x, y)
     assert without > left_plain() + 0.1
 
 
@@ -310,3 +311,29 @@ def test_settings_without_a_meaning():
     x, y = images(4)
     with pytest.raises(ValueError, match=r"stages \(99,\) of \d+ values: search again"):
         SurrogateGradient(APGD(THREAT), stages=(99,))(Single(trained_net(1)), x, y, seeded())
+
+
+def test_tiny_noise_hides_nothing():
+    """Noise that hardly moves the logits keeps no part of the search away."""
+    x, y = images(IMAGES, seed=4)
+    calm = Through(trained_net(1), before=waved)
+    noisy = Through(trained_net(1), before=lambda x: waved(x + 1e-6 * torch.randn_like(x)))
+    left = [left_by(Auto(THREAT, PASSES), net, x, y) for net in (calm, noisy)]
+    assert left[1] <= left[0] + 3.1 / IMAGES
+
+
+def test_a_front_in_inference_mode_is_passed_by():
+    """Nothing that a forward pass shows has no slope, and yet there is no gradient."""
+    x, y = images(IMAGES, seed=4)
+    net = Through(trained_net(1), before=torch.inference_mode()(lambda x: 1 * x))
+    assert left_by(Auto(THREAT, PASSES), net, x, y) <= left_plain() + 1.1 / IMAGES
+
+
+def test_operations_without_a_derivative():
+    """They end no search, and Square needs none."""
+    x, y = images(IMAGES, seed=4)
+    step = torch.tensor(0.5)
+    net = Through(trained_net(1), before=lambda x: x + 0.01 * torch.heaviside(x - 0.5, step))
+    found = Auto(THREAT, PASSES).find(Single(net), x, y, seeded())
+    assert "no gradient leads to the images" in found.findings
+    assert right(Single(net), found.x_adv, y).mean() < 0.8

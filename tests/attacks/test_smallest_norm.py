@@ -144,3 +144,11 @@ def test_within_eps_it_is_the_attack_inside(attack):
 def test_what_has_no_radius():
     with pytest.raises(TypeError, match="searches the radius of PGD or APGD, not of ARC"):
         MinimalNorm(ARC(LINF, 3, 0.1))
+
+
+def test_a_zero_gradient_leaves_finite_images():
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 4))
+    torch.nn.init.zeros_(net[1].weight)
+    x, _ = images(6)
+    y = net(x).argmax(1)
+    assert torch.equal(DDN(FREE, 3)(Single(net), x, y), x)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from lightning_rob.attacks import PGD, HighConfidence, Targeted
@@ -105,3 +106,13 @@ def test_high_confidence_keeps_the_most_confident_of_its_runs(least):
 def test_an_objective_that_cannot_be_taken_apart():
     with pytest.raises(ValueError, match="a mean or a least over"):
         HighConfidence(replace(KEEPS_BEST, objective=ce_of_mean_probs))
+
+
+def test_probabilities_that_round_to_zero_still_have_an_order():
+    net = nn.Linear(4, 4, bias=False)
+    net.weight.data = torch.diag(torch.tensor([1000.0, 300.0, 200.0, 400.0]))
+    x, y = torch.full((1, 4), 0.5), torch.tensor([0])
+    assert (net(x).softmax(1)[0, 1:] == 0).all()
+    attack = Targeted(PGD(LINF, 1, 0.1, linear, random_start=False))
+    expected = torch.tensor([[0.4, 0.5, 0.5, 0.6]])
+    torch.testing.assert_close(attack(Single(net), x, y), expected)

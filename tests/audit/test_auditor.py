@@ -8,12 +8,12 @@ from torch import nn
 
 from lightning_rob.audit.auditor import (
     CHECKS,
+    AuditTarget,
     audit,
     build_report,
     column_names,
     measure,
 )
-from lightning_rob.audit.target import AuditTarget
 from lightning_rob.defenses import DENT, Ensemble, Single, TransformEnsemble
 from lightning_rob.nets import SmallCNN
 from lightning_rob.rules import random_member

@@ -24,7 +24,6 @@ from lightning_rob.attacks import (
 )
 from lightning_rob.attacks.decorators import AttackDecorator
 from lightning_rob.audit import Power, power
-from lightning_rob.audit.auditor import audit
 from lightning_rob.defenses import (
     Defense,
     Ensemble,
@@ -32,11 +31,10 @@ from lightning_rob.defenses import (
     RandomTransforms,
     Single,
     Smoothing,
-    TransformEnsemble,
 )
 from lightning_rob.defenses.copies import working_copy
 from lightning_rob.evaluation.power import _Trial, counted, found_by
-from lightning_rob.objectives import ce_of_mean_probs, expected_dlr
+from lightning_rob.objectives import expected_dlr
 from lightning_rob.threat import Threat
 from tests.audit.conftest import images
 from tests.audit.planted import PLANTED, THREAT, Through, trained
@@ -232,14 +230,6 @@ def test_random_defenses(kind, nets, batch):
     assert weak.passed is False
 
 
-def test_transformation_ensembles_through_members(nets, batch):
-    ensemble = TransformEnsemble(nets, ["clean", "rotate_90", "rotate_180"])
-    attack = replace(PGD20, objective=ce_of_mean_probs)
-    strong, weak = power(ensemble, attack, *batch), power(ensemble, TINY, *batch)
-    assert strong.rate >= 0.9, str(strong)
-    assert weak.passed is False
-
-
 class Detecting(nn.Module):
     """A network with a class for images that are unlike a smooth one."""
 
@@ -336,16 +326,3 @@ def test_an_evaluation_tests_its_attacks(nets, batch):
     some = evaluate(nets[2], attacks, batches, power=10, progress=False, checks=False)
     assert some.power["pgd"].images + some.power["pgd"].left_out == 10
     assert not evaluate(nets[2], attacks, batches, progress=False, checks=False).power
-
-
-def test_an_audit_tests_its_attacks(nets, batch):
-    report = audit(Single(nets[2]), *batch, THREAT, steps=5, queries=5, power=True)
-    shown = {row.name: row.details["power"] for row in report.results if "power" in row.details}
-    assert {"pgd", "margin", "square"} <= shown.keys()
-    assert not {"noise", "fgsm", "unbounded"} & shown.keys()
-    assert shown["margin"]["rate"] > shown["square"]["rate"]
-    (finding,) = (one for one in report.findings if one.name == "power")
-    assert finding.severity == "severe"
-    assert "square finds" in finding.text
-    quiet = audit(Single(nets[2]), *batch, THREAT, steps=5, queries=5)
-    assert not any("power" in row.details for row in quiet.results)

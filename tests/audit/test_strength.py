@@ -6,10 +6,7 @@ import pytest
 import torch
 
 from lightning_rob.attacks import ARC, PGD, Strongest
-from lightning_rob.audit import strength
-from lightning_rob.audit.auditor import audit
-from lightning_rob.audit.strength import adaptive, black_box
-from lightning_rob.audit.target import AuditTarget
+from lightning_rob.audit.auditor import AuditTarget, adaptive, audit, black_box, radius
 from lightning_rob.defenses import Ensemble, Single
 from lightning_rob.evaluation.findings import many
 from lightning_rob.objectives import ce_of_mean_logits, ce_of_mean_probs, expected_ce
@@ -79,7 +76,7 @@ def test_of_one_class_for_all_images_no_ball_holds_another(nets, blobs):
     """A network that did not learn hides nothing."""
     net = deepcopy(nets[0])
     net.last.bias.data[0] += 100
-    (found,) = audit(Single(net), *blobs, THREAT, checks=[strength.radius]).findings
+    (found,) = audit(Single(net), *blobs, THREAT, checks=[radius]).findings
     assert (found.severity, found.text) == (
         "note",
         "Not checked: it predicts one class for all images.",

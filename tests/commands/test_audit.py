@@ -49,21 +49,16 @@ def test_it_runs_in_fit_and_training_stays_the_same(trained, tmp_path):
 
 def test_the_command(trained, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    options = ["--images", "10", "--steps", "2", "--queries", "5", "--strict", "--power"]
+    options = ["--images", "10", "--steps", "2", "--queries", "5", "--strict"]
     code = exit_code("audit", trained, "--trainer.accelerator=cpu", *options)
     (file,) = (tmp_path / "logs").rglob("audit.json")
     record = checked(file.read_text())
     severe = any(finding["severity"] == "severe" for finding in record["findings"])
-    tested = {row["name"] for row in record["attacks"] if "power" in row}
-    assert {"pgd", "arc", "climb", "square"} <= tested
-    assert not {"clean", "noise", "worst"} & tested
-    assert any(finding["name"] == "power" for finding in record["findings"])
     assert code == int(severe)
     config = yaml.safe_load((file.parent / "config.yaml").read_text())
     assert "model" in config and not {"eps", "norm", "images", "strict"} & set(config)
     assert {row["n"] for row in record["attacks"]} == {10}
     out = capsys.readouterr().out
-    assert "power   climb finds" in out
     assert "Radius: linf 16/255, that of the training; --eps takes another\n" in out
     assert "Test metric" not in out  # Lightning's table of the same accuracies
     assert {row["ball"] for row in record["attacks"] if row["name"] == "pgd"} == {"linf 16/255"}
