@@ -77,8 +77,7 @@ class RobustCheckpoint(ModelCheckpoint):
     after every epoch.
 
     At the end of a fit it says, and writes to `overfitting.jsonl` in the run's folder, how robust
-    accuracy changed since the best epoch, on validation images and, with
-    `RobustEval(train_images=True)`, on training images; `overfitting` has it. See
+    accuracy changed since the best epoch; `overfitting` has it. See
     `lightning_rob.evaluation.Overfitting`.
 
     Args:
@@ -125,16 +124,10 @@ class RobustCheckpoint(ModelCheckpoint):
             return
         found = measurers(trainer, monitor)
         # Callbacks that are evaluated together share a result.
-        val, train = (
-            list({id(each): each for each in results if each is not None}.values())
-            for results in ([e.result for e in found], [e.train_result for e in found])
-        )
-        name = monitor.removeprefix(PREFIX)
+        val = list({id(e.result): e.result for e in found if e.result is not None}.values())
         seen = torch.stack([val[0].rows.index, val[0].rows.label]).cpu().numpy()
-        # Fewer attacks on training images would leave a higher accuracy there.
-        trained = scores_of(train, name) if len(train) == len(val) else None
-        epoch = trainer.current_epoch
-        self.latest = EpochScores(epoch, crc32(seen.tobytes()), scores_of(val, name), trained)
+        scores = scores_of(val, monitor.removeprefix(PREFIX))
+        self.latest = EpochScores(trainer.current_epoch, crc32(seen.tobytes()), scores)
         self.best = better(self.best, self.latest)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -162,7 +155,7 @@ class RobustCheckpoint(ModelCheckpoint):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         if state_dict.get("epochs"):
-            *self.best, self.latest = (EpochScores(*one) for one in state_dict["epochs"])
+            *self.best, self.latest = (EpochScores(*one[:3]) for one in state_dict["epochs"])
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]

@@ -10,7 +10,6 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
-from torch.utils.data import DataLoader, Subset
 
 from lightning_rob.attacks import Attack
 from lightning_rob.callbacks.base import EvaluationCallback, with_threat
@@ -26,7 +25,7 @@ from lightning_rob.evaluation.evaluator import (
     check_names,
 )
 from lightning_rob.evaluation.findings import warn_of
-from lightning_rob.evaluation.groups import Batch, choose
+from lightning_rob.evaluation.groups import Batch
 from lightning_rob.evaluation.protocol import RoundProtocol
 from lightning_rob.evaluation.records import (
     SESSION,
@@ -43,10 +42,6 @@ from lightning_rob.runtime.identity import attack_spec, cache_key, fingerprint
 from lightning_rob.tables import CLEAN, print_table
 from lightning_rob.threat import Length, Norm
 
-NO_POSITIONS = (
-    "train_images needs images with positions, for training and for validation: give DataLoaders "
-    "over data sets with a length, or leave it out"
-)
 LONGEST_NAME = 80  # of a file, in letters, before it says how many more attacks there are
 
 
@@ -92,9 +87,6 @@ class RobustEval(EvaluationCallback):
             adversarial images that exist by construction? See `lightning_rob.audit.power`.
         known_noise: attack a defense that predicts at random once more, by an attacker who knows
             its draws, and log `{stage}/robust/known_noise`; see `EvaluationResult.known_noise`.
-        train_images: attack as many training images too at each validation of a fit, a random
-            choice by the seed, and log `train/robust/{attack}`; without augmentation in a data
-            module of this package, in any other as its loader has them. `train_result` has them.
         **options: those of `EvaluationCallback`.
     """
 
@@ -111,7 +103,6 @@ class RobustEval(EvaluationCallback):
         private_draws: int = 1,
         power: int = 0,
         known_noise: bool = False,
-        train_images: bool = False,
         **options: Any,
     ) -> None:
         at_least(0, power=power)
@@ -129,21 +120,13 @@ class RobustEval(EvaluationCallback):
         self.target = target
         self.panel = panel
         self.power = power
-        self.train_images = train_images
         self.evaluations: list[TargetEvaluation] = []
-        self.on_train: list[TargetEvaluation] = []
         self.result: EvaluationResult | None = None
-        self.train_result: EvaluationResult | None = None
         self.results: list[Result] = []
 
     @property
     def conditions(self) -> tuple[Any, ...]:
         return self.target, self.settings, self.every_n_epochs
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse `train_images` of a stream before a step is taken; here loaders are known."""
-        if self.train_images:
-            _labelled_data(trainer)
 
     def evaluated_for(self, trainer: Trainer) -> Sequence["RobustEval"]:
         """Return all callbacks of this kind if this is the first of them."""
@@ -158,9 +141,8 @@ class RobustEval(EvaluationCallback):
         together: dict[Hashable, list[RobustEval]] = {}
         for one in self.evaluated_for(trainer):
             one.result, one.results, one.evaluations = None, [], []
-            one.train_result, one.on_train = None, []
             if one.due(trainer):
-                how = (one.target, one.settings, one.panel, one.power, one.train_images)
+                how = (one.target, one.settings, one.panel, one.power)
                 together.setdefault(how, []).append(one)
         # Other targets see the same images if these come in the same groups or rounds.
         passes: dict[Hashable, Images] = {}
@@ -174,27 +156,22 @@ class RobustEval(EvaluationCallback):
             if protocol is not None and not trainer.sanity_checking:
                 give_source(defense, lambda: labelled_images(trainer))
             self.evaluations.append(TargetEvaluation(callbacks, images, defense, self.advance))
-            fitting = trainer.state.fn == "fit" and not trainer.sanity_checking
-            if callbacks[0].train_images and fitting:
-                rest = training_images(images), defense, self.advance
-                self.on_train.append(TargetEvaluation(callbacks, *rest, on_train=True))
-        return [*passes.values(), *(one.images for one in self.on_train)]
+        return list(passes.values())
 
     def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch, images: Images) -> None:
         """Score the batch under every attack; a sanity check tries no rounds."""
-        for evaluation in (*self.evaluations, *self.on_train):
+        for evaluation in self.evaluations:
             evaluator = evaluation.evaluator
             if evaluation.images is images and not (trainer.sanity_checking and evaluator.joint):
                 evaluator.score(*batch, keep=not trainer.sanity_checking)
 
     def finish_images(self, images: Images) -> None:
         """Gather the scores of all processes, and give them to the callbacks."""
-        for evaluation in (*self.evaluations, *self.on_train):
+        for evaluation in self.evaluations:
             if evaluation.images is images:
                 evaluation.result = images.result(evaluation.evaluator)
-                name = "train_result" if evaluation.on_train else "result"
                 for callback in evaluation.callbacks:
-                    setattr(callback, name, evaluation.result)
+                    callback.result = evaluation.result
 
     def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         finished: dict[Hashable, list[EvaluationResult]] = {}
@@ -236,9 +213,6 @@ class RobustEval(EvaluationCallback):
         self.log_value(pl_module, f"{stage}/robust/blind", max(known, default=0.0))
         if not trainer.testing:  # a test prints them below its table
             warn_of(flagged.values())
-        for one in self.on_train:
-            for name in one.result.attacks:
-                self.log_value(pl_module, f"train/robust/{name}", one.result.accuracy(name))
         for callback in chain(*(evaluation.callbacks for evaluation in self.evaluations)):
             callback.log_more(pl_module, stage)
         if hook := getattr(pl_module, "on_robust_evaluation", None):
@@ -261,29 +235,6 @@ class RobustEval(EvaluationCallback):
             print_table(" · ".join(title), self.results, console_of(trainer))
 
 
-def _labelled_data(trainer: Trainer) -> Any:
-    """Return the data set of training images; ValueError if it has no length."""
-    data: Any = labelled_images(trainer) or getattr(trainer.train_dataloader, "dataset", None)
-    if not hasattr(data, "__len__"):
-        raise ValueError(NO_POSITIONS)
-    return data
-
-
-def training_images(like: Images) -> Images:
-    """Return as many training images as a validation has, a random choice by its seed."""
-    served: Any = like.trainer.train_dataloader
-    data = _labelled_data(like.trainer)
-    if like.positions is None:
-        raise ValueError(NO_POSITIONS)
-    chosen = choose(len(data), len(like.positions), like.settings.seed)
-    loader = DataLoader(
-        Subset(data, chosen.tolist()), like.loader.batch_size, collate_fn=served.collate_fn
-    )
-    # At the place of the validation images, whose limits then hold for them too.
-    loaders = [loader] * (like.place + 1)
-    return Images(like.trainer, loaders, like.inputs, like.settings, like.protocol, attacks=0)
-
-
 class TargetEvaluation:
     """The scores of one target under the attacks of callbacks with equal settings."""
 
@@ -296,9 +247,8 @@ class TargetEvaluation:
         images: Images,
         defense: Defense,
         advance: Callable[[str, int], None],
-        on_train: bool = False,  # whether they are training images, for the gap between the two
     ) -> None:
-        self.callbacks, self.images, self.on_train = callbacks, images, on_train
+        self.callbacks, self.images = callbacks, images
         self.defense, self.advance = defense, advance
         self.trainer, self.first, self.settings = images.trainer, callbacks[0], images.settings
         self.attacks = {name: a for one in callbacks for name, a in one.attacks.items()}
@@ -308,7 +258,6 @@ class TargetEvaluation:
         whole = self.first.defense_of(self.trainer.lightning_module)
         self.details = images.metadata_on(defense)
         self.details |= {"target": self.target_name, "plug_in": plug_in_for(whole)}
-        self.details |= {"stage": "train"} if on_train else {}
         self.panels: dict[str, Tensor] = {}
         store = self._store()
         self.evaluator = Evaluator(
@@ -318,7 +267,7 @@ class TargetEvaluation:
             store,
             self.attacked,
             self.details,
-            power=0 if on_train else self.first.power,
+            power=self.first.power,
         )
 
     def _store(self) -> PerImageResults:
@@ -367,8 +316,8 @@ class TargetEvaluation:
     def attacked(self, batch: AttackedBatch) -> None:
         """Advance the progress bar and draw the panel."""
         self.advance(batch.name, len(batch.index))
-        if self.on_train or batch.x_adv is None:
-            return  # nothing to show, or of an earlier run
+        if batch.x_adv is None:
+            return  # of an earlier run
         size = self.first.panel
         if size and batch.name not in self.panels:
             self.panels[batch.name] = image_grid(batch.x[:size], batch.x_adv[:size])

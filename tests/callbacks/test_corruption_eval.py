@@ -94,11 +94,3 @@ def test_one_table_of_corruption_severity_and_attack(package, capsys):
 def test_refuses(options, message):
     with pytest.raises(ValueError, match=message):
         CorruptionEval(**options)
-
-
-def test_two_callbacks_and_an_attack_of_the_same_name_are_refused(package):
-    callback = CorruptionEval(["darker"], [1])
-    with pytest.raises(ValueError, match="two CorruptionEval are on one loader: give one all"):
-        logged_by(callback, CorruptionEval(["grainy"], [1]))
-    with pytest.raises(ValueError, match="rename the attack 'darker_1': a corruption"):
-        logged_by(RobustEval({"darker_1": PGD(Threat(), 1, 0.1)}), callback)

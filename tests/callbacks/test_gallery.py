@@ -112,7 +112,5 @@ def test_bad_arguments(ensemble):
     ):
         with pytest.raises(ValueError, match=message):
             Gallery(WEAK, STRONG, **options)
-    with pytest.raises(ValueError, match="two galleries are called 'gallery'"):
-        show(ensemble, Gallery(WEAK, STRONG), Gallery(WEAK, BELOW))
     with pytest.raises(ValueError, match="RandomMember draws one"):
         show(ensemble, Gallery(RandomMember(WEAK), WEAK))

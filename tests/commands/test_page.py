@@ -9,7 +9,7 @@ import pytest
 
 from lightning_rob.commands.monitor import MonitorConfig
 from lightning_rob.commands.monitor.history import History, timestamp
-from lightning_rob.commands.monitor.page import Snapshot, ago, newest_group
+from lightning_rob.commands.monitor.page import Snapshot, newest_group
 from lightning_rob.commands.monitor.publish import Publisher
 from lightning_rob.commands.report.sections import checkpoints
 from lightning_rob.runtime.errors import InputError
@@ -99,9 +99,6 @@ REQUESTS = [
 def test_only_fixed_paths_are_read_and_only_from_this_machine(served):
     found = [requested(served, *request)[0].status for *request, _ in REQUESTS]
     assert found == [status for *_, status in REQUESTS]
-
-
-def test_head_has_the_headers_of_get_and_no_body(served):
     reply, body = requested(served, "/", "HEAD", "localhost")
     assert (int(reply.headers["Content-Length"]) > 1000, body) == (True, b"")
 
@@ -138,11 +135,6 @@ def test_several_models_have_a_section_each_and_an_overview(served, tmp_path):
     assert len(set(page.ids)) == len(page.ids)
     assert {"#run-0", "#run-1"} <= set(page.loads)
     assert {link[1:] for link in page.loads if link.startswith("#")} <= set(page.ids)
-
-
-def test_time_spans():
-    texts = {-1: "0 s", 119: "119 s", 120: "2 min", 7199: "119 min", 7200: "2 h", 172800: "2 days"}
-    assert {seconds: ago(seconds) for seconds in texts} == texts
 
 
 def test_models_of_one_file_are_in_the_order_of_their_evaluations(tmp_path):

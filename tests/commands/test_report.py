@@ -155,16 +155,6 @@ def test_accuracies_of_the_records_are_in_both_files(whole):
     assert "Caution" not in text
 
 
-def test_parts_of_an_attack_have_a_row_each(tmp_path):
-    parts = [spec("ARC", threat=L2, steps=steps, step_size=0.5) for steps in (3, 7)]
-    attack = spec("Strongest", attacks=parts)
-    made_of = folder(tmp_path / "run", [line("arc", 0.5, attack=attack, threat=L2)])
-    _, _, markdown = made(made_of)
-    found = [row[:7] for row in rows(markdown)]
-    assert ["arc", "full defense", "Strongest", "l2", "0.5", NONE, NONE] in found
-    assert ["arc, part 2", "full defense", "ARC", "l2", "0.5", "7", "0.5"] in found
-
-
 def test_few_images_and_a_single_attack_are_warned_of(tmp_path):
     known = {"n": 33, "plug_in": "callbacks/autoattack.yaml"}
     lines = [line("clean", 0.9, **known), line("apgd", 0.5, **known)]
@@ -350,8 +340,13 @@ def test_a_real_run(tmp_path):
     assert "class_path: tests.tiny.Blobs" in text
 
 
-def test_arguments_of_attacks_as_text():
+def test_arguments_of_attacks_as_text(tmp_path):
+    """Parts of an attack have a row each."""
     inner = [spec("ARC", threat=L2, steps=3), spec("ARC", threat=L2, steps=7)]
+    shown = [line("arc", 0.5, attack=spec("Strongest", attacks=inner), threat=L2)]
+    found = [row[:6] for row in rows(made(folder(tmp_path / "run", shown))[2])]
+    assert ["arc", "full defense", "Strongest", "l2", "0.5", NONE] in found
+    assert ["arc, part 2", "full defense", "ARC", "l2", "0.5", "7"] in found
     strongest = spec("Strongest", attacks=inner, margin=0.12345678, on=spec("Flip", p=1))
     assert inner_attacks(strongest)[:2] == inner
     expected = {"method": "Strongest", "margin": "0.1235"}
@@ -364,8 +359,8 @@ def test_arguments_of_attacks_as_text():
     relative = spec("Threat", **L2["init_args"] | {"relative": True})
     assert threat_text(relative) == "l2 0.5 of the image's norm"
     assert threat_text(L2) == "l2 0.5"
-    texts = {8 / 255: "8/255", 0.2: "0.2", 0.99999: "0.99999", 0.1234567: "0.1235", 20: "20"}
-    texts |= {float("nan"): "nan", "l2": "l2", None: "None", OBJECTIVE: "expected_ce"}
+    texts = {8 / 255: "8/255", 0.99999: "0.99999", 0.1234567: "0.1235", 20: "20"}
+    texts |= {float("nan"): "nan", None: "None", OBJECTIVE: "expected_ce"}
     assert [short(value) for value in texts] == list(texts.values())
     assert short([1, [0.5]]) == "(1, (0.5))"
     assert short(LINF) == "Threat(norm=linf, eps=8/255, bounds=(0.0, 1.0), relative=False)"
