@@ -47,17 +47,6 @@ def test_each_published_row_is_one_of_the_plug_in(table):
     assert columns - {"average", "dissimilarity"} == (set(SOURCES) if table == 3 else rules)
 
 
-def test_a_row_of_a_transfer_matrix_is_the_source(tmp_path):
-    record = {"name": "pgd", "names": ["clean", "flip_both"], "successes": [10, 5]}
-    record["transferability"] = [[1.0, 0.3], [0.6, 1.0]]
-    (tmp_path / "transfer.jsonl").write_text(json.dumps(record))
-    found = ATHENA["measured"](3, [tmp_path])
-    assert found["pgd", "clean", "flip_both"].value == pytest.approx(30)
-    # the interval of Wilson (1927), 3 of 10
-    assert found["pgd", "clean", "flip_both"].low == pytest.approx(10.78, abs=0.01)
-    assert found["pgd", "flip_both", "average"].value == pytest.approx(60)
-
-
 def test_votes_are_found_by_target_and_rule(tmp_path):
     shared = {"ensemble": "14r", "interval": [0.2, 0.6], "dissimilarity": 0.5}
     votes = [

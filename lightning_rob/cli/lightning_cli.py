@@ -198,18 +198,14 @@ class RobustCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         self.config = parser.parse_args(args)
-        if self.config.get("weights_only") is False:
-            raise InputError(
-                "weights_only must be true: otherwise a checkpoint may run code of its own"
-            )
-        if "weights_only" in self.config:
-            self.config["weights_only"] = True
         path = self.config.get("ckpt_path")
         if path and path not in NAMED and not Path(path).exists():
             raise InputError(f"there is no checkpoint {path}")
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
-        options = {key: self.config_init[key] for key in self.method_options}
+        # Whatever a recipe says: otherwise a checkpoint may run code of its own.
+        safe = {"weights_only": True} if "weights_only" in self.method_options else {}
+        options = {key: self.config_init[key] for key in self.method_options} | safe
         return options | {"model": self.model, "datamodule": self.datamodule}
 
     def instantiate_trainer(self, **options: Any) -> Trainer:
@@ -243,9 +239,7 @@ class RobustCLI(LightningCLI):
     def _describe(self, error: Exception) -> str:
         if not isinstance(error, OSError) or error.errno not in UNWRITABLE:
             return " ".join([str(error), *getattr(error, "__notes__", ())])
-        loggers = getattr(getattr(self, "trainer", None), "loggers", ())
-        folders = (getattr(logger, "log_dir", None) for logger in loggers)
-        place = error.filename or next(filter(None, folders), "the run's folder")
+        place = error.filename or "the run's folder"
         return f"{place} cannot be written: {error.strerror}; what was there before is whole"
 
     def before_instantiate_classes(self) -> None:

@@ -16,6 +16,7 @@ from lightning_rob.attacks.auto import step_across, surrogate_for
 from lightning_rob.attacks.backward import Backward
 from lightning_rob.attacks.base import HAIR, check_images
 from lightning_rob.attacks.execution import check_none_rejected
+from lightning_rob.attacks.nested import walk
 from lightning_rob.attacks.sight import watching
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.copies import fresh, working_copy

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -104,19 +103,11 @@ def link_to_parent() -> None:
     if not parent or parent == os.getpid():  # torchrun and SLURM supervise their own ranks
         return
     # A rank that hangs in a collective reacts to nothing but SIGKILL, and its parent may not live
-    # to send it: on Linux the kernel does, elsewhere a thread.
+    # to send it: on Linux the kernel does.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    else:
-        threading.Thread(target=_exit_with, args=(parent,), daemon=True).start()
     if os.getppid() != parent:  # it died before the link was made
         os._exit(1)
-
-
-def _exit_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import io
 import re
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -94,15 +94,11 @@ ARGUMENTS: dict[str, tuple[Make, str]] = {
         "expected a whole number. Got value: 2.5",
     ),
     "probs sum": (fit(f"{MODEL}probs=[0.9, 0.3]"), "probs must sum to 1, got 1.2"),
-    "seed negative": (fit("--seed_everything=-5"), "-5 is not in bounds"),
-    "accelerator": (fit("--trainer.accelerator=abacus"), "abacus"),
     "callbacks without +": (fit("--trainer.callbacks=x.yaml"), r"write --trainer.callbacks\+="),
     "allow the parser": (fit("--allow-import=jsonargparse"), "would let a recipe change"),
 }
 CONFIGS: dict[str, tuple[Make, str]] = {
     "a folder": (given("fit", "--config", "FOLDER"), "cannot be read as a configuration file"),
-    "bytes": (config(bytes(range(256))), "cannot be read as a configuration file"),
-    "brackets": (config("model: {class_path: BAT"), "given.yaml"),
     "cycle of includes": (
         lambda f: ["fit", "--config", put(f, "given.yaml", f"config: {f}/given.yaml\n")],
         "loop",
@@ -132,10 +128,8 @@ DATA: dict[str, tuple[Make, str]] = {
     "labels above": (skewed("label"), "labels must be 0 … 3 for 4 classes"),
     "one image": (fit("--data.init_args.train_size=1"), "val_size must be below the 1 images"),
 }
-SWEEP = partial(given, "sweep", "--ckpt_path=no.ckpt")
 COMMANDS: dict[str, tuple[Make, str]] = {
     "fit alone": (given("fit"), "say what to run: --config RECIPE"),
-    "sweep missing": (SWEEP("--over=eps", "--values=1/255"), r"no checkpoint no\.ckpt"),
 }
 GROUPS = {
     "arguments": ARGUMENTS,

@@ -66,18 +66,12 @@ def killed(*_):
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "it is empty"),
-        (b"\xef\xbb\xbf\n<!DOCTYPE HTML>", "it is an HTML page"),
-        (b"  <HTML><head>", "it is an HTML page"),
-        (b"version https://git-lfs.github.com/spec/v1\noid", "git lfs pull"),
-    ],
-)
-def test_what_is_plainly_no_checkpoint(content, message, tmp_path):
-    (tmp_path / "x").write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        check_file(tmp_path / "x")
+def test_what_is_plainly_no_checkpoint(tmp_path):
+    page, pointer = b"\xef\xbb\xbf\n<!DOCTYPE HTML>", b"version https://git-lfs.github.com/spec/v1"
+    contents = {b"": "it is empty", page: "it is an HTML page", pointer: "git lfs pull"}
+    for content, message in contents.items():
+        (tmp_path / "x").write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            check_file(tmp_path / "x")
     with pytest.raises(ValueError, match="is a folder"):
         check_file(tmp_path)

@@ -9,8 +9,6 @@ import pytest
 import yaml
 
 import lightning_rob
-from lightning_rob.attacks import PGD
-from lightning_rob.callbacks import RobustEval
 from lightning_rob.cli.options import join_values, option_types, read_command_line
 from lightning_rob.commands.monitor import MonitorConfig
 from lightning_rob.recipes import safe_yaml
@@ -18,7 +16,6 @@ from lightning_rob.recipes.plugins import expand
 from lightning_rob.recipes.safe_yaml import parse_fractions
 from lightning_rob.recipes.shipped import find, find_recipe
 from lightning_rob.runtime.errors import InputError
-from lightning_rob.threat import Threat
 from tests.tiny import ROOT, arc, pgd
 from tests.tiny import robust_eval as with_fractions
 
@@ -113,7 +110,6 @@ def test_options_of_a_plugin(folder):
         (["one.yaml", "no.yaml"], "suite.yaml: there is no file no.yaml"),
         (["again.yaml"], r"lists itself: suite\.yaml -> again\.yaml -> suite\.yaml"),
         (["one.yaml", robust_eval({"pgd": arc()})], "two attacks are called 'pgd'"),
-        ([3], "must be a callback with class_path, got 3"),
         (["broken.yaml"], r"broken\.yaml: "),
     ],
 )
@@ -123,11 +119,6 @@ def test_refused_suites(folder, suite, message):
     (folder / "broken.yaml").write_text("a: [")
     with pytest.raises(InputError, match=message):
         expand("suite.yaml", folder)
-
-
-def test_a_norm_needs_a_radius():
-    with pytest.raises(ValueError, match="norm l2 needs a radius in its units: give eps too"):
-        RobustEval({"pgd": PGD(Threat(), 1, 0.1)}, norm="l2")
 
 
 PLAIN = """
@@ -148,7 +139,7 @@ for path in sys.argv[1:]:
 
 def test_plug_ins_are_read_by_any_lightning_cli():
     """Their names and fractions, in a process that has not imported this package."""
-    files = [str(path) for path in sorted((ROOT / "callbacks").glob("*.yaml"))]
+    files = [str(path) for path in sorted((ROOT / "callbacks").glob("[ap]*.yaml"))]
     done = subprocess.run([sys.executable, "-c", PLAIN, *files], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout == "linf 8/255 True\n"

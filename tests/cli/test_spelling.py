@@ -20,7 +20,6 @@ ZOO = "zoo:digits_robust"
 MISSPELT = [  # command line, and what the error must hold
     (["fti"], "did you mean fit?"),
     (["fit", "--cofig", "demo"], "did you mean --config"),
-    (["fit", "--conf", "demo"], "there is no option --conf,"),
     (["fit", "--config", "demoo"], "there is no recipe demoo, did you mean demo"),
     (["fit", "demo"], "demo is a recipe: --config demo"),
     ([*DEMO, "--modle.epochs=3"], "there is no option --modle.epochs, did you mean --model"),
@@ -29,11 +28,8 @@ MISSPELT = [  # command line, and what the error must hold
     (["test", "KEY.yml"], "there is no checkpoint KEY.yml, did you mean KEY.yaml?"),
     (["audit", ZOO, "--image", "20"], "there is no option --image, did you mean --images?"),
     (["sweep", ZOO, "--over=epss", "--values=1"], "--over must be one of"),
-    (["monitor", "x", "--alrm", "acc=0.5"], "did you mean --alarm"),
     (["tune", "x"], "tune takes 'x' only as the value of an option"),
     (["test", "a.ckpt", "b.ckpt"], "test takes 'b.ckpt' only as the value of an option"),
-    (["compare", "a.csv", "--makdown=x"], "did you mean --markdown"),
-    (["recipes", "demoo"], "did you mean demo"),
     ([*DEMO, "--model=BATT"], "did you mean BAT?"),
     ([*DEMO, "--model.atack.steps=3"], "there is no option model.atack.steps, did you mean attack"),
     ([*DEMO, "--data.eval_batch_siz=3"], "did you mean eval_batch_size"),
@@ -43,7 +39,6 @@ MISSPELT = [  # command line, and what the error must hold
     ([*DEMO, "--trainer.callbacks+=pgd", "--trainer.callbacks.epss=1"], "did you mean eps"),
     ([*DEMO, "--trainer.callbacks+=lightning_rob.RobustEvil"], "did you mean RobustEval"),
     ([*DEMO, "--trainer.logger", "CSVLoger"], "did you mean CSVLogger"),
-    (["test", ZOO, "--model.atack=3"], "no option model.atack, did you mean attack"),
 ]
 CLASS = "--config={model: {attack: {class_path: lightning_rob.PGDD}}}"
 ARGUMENT = "--config={model: {attack: {class_path: PGD, init_args: {stps: 3}}}}"

@@ -9,7 +9,7 @@ from PIL import Image
 from lightning_rob.commands.certify import CertifyConfig
 from lightning_rob.evaluation.result_file import read_result_file
 from tests.schema import checked
-from tests.tiny import fit, recipe, run, same_weights, weights
+from tests.tiny import fit, run, same_weights, weights
 
 SMALL = ["--draws", "100", "--images", "8", "--steps", "2"]
 
@@ -72,9 +72,3 @@ def test_options_without_a_meaning():
             CertifyConfig(**options)
     assert CertifyConfig(radii=0.5).lengths(0.1) == (0.5,)
     assert CertifyConfig().lengths(0.25) == (0.125, 0.25, 0.375, 0.5)
-
-
-def test_whose_weights(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit):
-        run("certify", "--config", recipe(tmp_path), "--sigma", "0.1", *SMALL)

@@ -107,9 +107,6 @@ def test_two_seeds_and_their_mean(tmp_path, monkeypatch, capfd):
 def test_odd_lists_of_seeds_are_refused(given):
     with pytest.raises(ValueError, match="--seeds"):
         SeedsConfig(seeds=given)
-
-
-def test_a_seed_given_twice_is_one_training():
     assert SeedsConfig(seeds="1,0..2").numbers == [1, 0, 2]
 
 

@@ -229,7 +229,8 @@ def test_members_without_a_share_get_equal_ones():
     nets = [TinyNet(), TinyNet(), TinyNet()]
     alone = Ensemble(nets, [1.0, 0, 0])
     assert changed(alone, "probability", 0.5).weights.tolist() == [0.5, 0.25, 0.25]
-    defense = Ensemble(nets, [0.6, 0.1, 0.3])
+    defense = Ensemble(nets, [0.6, 0.1, 0.3], rejects=3)
+    assert changed(defense, "members", 1).rejects == 3
     assert fingerprint(changed(defense, "probability", 0.6)) == fingerprint(defense)
     two = changed(defense, "members", 2)
     assert two.rule is defense.rule
@@ -252,11 +253,8 @@ def test_options_without_meaning():
     for (over, values, *best), message in (
         (("epsilon", "1"), "--over must be one of probability"),
         (("eps", ""), "--values must name at least one value"),
-        (("eps", "1:2:0"), "--values takes numbers, fractions"),
         (("eps", "2:1:0.5"), "names 0 values"),
-        (("eps", "1/255,0"), "eps must be above 0, got 0"),
         (("probability", "0.5,1.5"), r"must be in \[0, 1\], got 1.5"),
-        (("steps", "2.5"), "steps must be whole and at least 1"),
         (("eps", "1", "apgd"), "no meaning over eps"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -285,9 +283,3 @@ def test_bad_input_gets_one_line_before_anything_runs(trained, tmp_path, capsys)
         assert not (tmp_path / "sweep.jsonl").exists()
         (line,) = [line for line in printed.err.splitlines() if "error:" in line]
         assert message in line and len(line) < 400
-
-
-def test_a_changed_ensemble_rejects_by_the_same_class():
-    defense = Ensemble([TinyNet(), TinyNet()], rejects=3)
-    assert changed(defense, "probability", 0.3).rejects == 3
-    assert changed(defense, "members", 1).rejects == 3

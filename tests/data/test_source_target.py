@@ -68,22 +68,6 @@ def test_a_target_of_another_size_is_refused():
         SourceTargetData(Blobs(), Large())
 
 
-def test_evaluation_is_that_of_the_source():
-    data, plain = with_target(source=Blobs(eval_batch_size=7)), Blobs(eval_batch_size=7)
-    for stage in ("fit", "test"):
-        data.setup(stage)
-        plain.setup(stage)
-    for ours, theirs in zip(
-        (data.val_dataloader(), data.test_dataloader(), data.predict_dataloader()),
-        (plain.val_dataloader(), plain.test_dataloader(), plain.predict_dataloader()),
-        strict=True,
-    ):
-        for a, b in zip(ours, theirs, strict=True):
-            assert all(map(torch.equal, a, b))
-    a, b = data.labelled(), plain.labelled()
-    assert torch.equal(a.indices, b.indices)
-
-
 def test_the_targets_labels_are_never_read():
     """Not even where they are no labels."""
     assert len(next(epochs(with_target(target=WithoutLabels(test_size=40))))) == 3

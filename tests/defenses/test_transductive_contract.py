@@ -9,9 +9,11 @@ from torch import nn
 from lightning_rob.attacks import (
     GMSA,
     PGD,
+    AutoAttack,
     PartialBatchAttack,
     Strongest,
     Targeted,
+    ThroughAdaptation,
     attacking,
 )
 from lightning_rob.defenses import DANN, DENT, RMC, TADV, Mixture, Single, URejectron

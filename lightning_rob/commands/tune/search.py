@@ -1,7 +1,6 @@
 """`lightning-rob tune`: search values of a recipe's keys by short trainings of it."""
 
 import gc
-import os
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -167,12 +166,10 @@ def write_outcome(study: Study, run: Run, folder: Path) -> None:
     table = Table(title="Best values", title_justify="left", title_style="bold")
     for name in ("variable", "bounds", "untuned", "best"):
         table.add_column(name, justify="left" if name == "variable" else "right")
-    shared = os.path.commonpath([key.replace(".", "/") for key in space.variables])
     for key, (low, high, *_) in space.variables.items():
         pruned = " (pruned)" if key.rpartition(".")[0].rpartition(".")[2] in dropped else ""
         values = f"{own[key]:.4g}", f"{best.values[key]:.4g}{pruned}"
-        name = key.removeprefix(shared.replace("/", ".") + ".")
-        table.add_row(name, f"{low:g} … {high:g}", *values)
+        table.add_row(key, f"{low:g} … {high:g}", *values)
     Console().print(table)
 
     header = f"# Trial {best.number} of: {run.command}\n"
