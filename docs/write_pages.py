@@ -47,7 +47,7 @@ REFERENCE = {  # page: title, and the modules whose public names it lists
         "metrics.gradient_spread.gradient_spread",
         "metrics.corruption_error.corruption_error",
     ),
-    "audit": ("Audit", "audit.auditor"),
+    "audit": ("Audit", "audit.auditor", "audit.report", "audit.target"),
     "certify": ("Certificates", "certify.smoothing"),
     "nets": ("Networks", "nets"),
     "data": ("Data", "data"),

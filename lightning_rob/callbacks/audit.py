@@ -6,7 +6,9 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_rob.audit.auditor import AuditTarget, Report, build_report, column_names, measure
+from lightning_rob.audit.auditor import build_report, column_names, measure
+from lightning_rob.audit.report import Report
+from lightning_rob.audit.target import AuditTarget
 from lightning_rob.callbacks.base import EvaluationCallback
 from lightning_rob.callbacks.images import Images
 from lightning_rob.callbacks.loggers import writing_folder
@@ -71,6 +73,7 @@ class RobustAudit(EvaluationCallback):
             self.steps,
             self.queries,
             self.settings.seed,
+            power=self.power,
         )
         target.other_attacks = {}
         for one in trainer.callbacks:  # type: ignore[attr-defined]

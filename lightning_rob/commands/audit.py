@@ -56,6 +56,7 @@ class AuditConfig(RadiusConfig):
         steps: of the default PGD; other attacks take a multiple
         queries: of the black-box Square Attack, per image
         seed: of all noise, and of the choice of images
+        power: test whether each attack finds adversarial images that exist by construction
         strict: exit with code 1 if something severe was found
     """
 
@@ -65,6 +66,7 @@ class AuditConfig(RadiusConfig):
     steps: int = 20
     queries: int = 1000
     seed: int = 0
+    power: bool = False
     strict: bool = False
 
     def __post_init__(self) -> None:
@@ -86,6 +88,7 @@ def run(config: AuditConfig, built: "Run") -> bool:
         config.queries,
         max_images=config.images,
         seed=config.seed,
+        power=config.power,
         **vars(built.inputs),
     )
     built.test_with(audit)

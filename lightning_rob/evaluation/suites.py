@@ -123,6 +123,7 @@ class AttackSuite:
     default: str  # name of the attack that is mostly reported for it
     adaptive: tuple[str, ...]  # names of the attacks made for its kind
     attacks: dict[str, Attack]  # all attacks by name; "clean" is not among them
+    averaged: Attack | None = None  # the default over draws (EoT); None where PGD does not apply
 
     @property
     def plug_in(self) -> str:
@@ -173,7 +174,8 @@ def suite_for(
         attacks["apgd"] = _on_differentiable(defense, runs)
     attacks["square"] = Square(threat, queries)
     adaptive = _adaptive_attacks(defense, kind, pgd)
-    return AttackSuite(kind, "pgd", tuple(adaptive), attacks | adaptive)
+    averaged = None if kind == "transformed" else replace(pgd, draws=DRAWS)
+    return AttackSuite(kind, "pgd", tuple(adaptive), attacks | adaptive, averaged)
 
 
 def _on_differentiable(defense: Defense, attack: Attack) -> Attack:

@@ -8,16 +8,18 @@ from torch import nn
 
 from lightning_rob.audit.auditor import (
     CHECKS,
-    AuditTarget,
     audit,
     build_report,
     column_names,
+    lazy_columns,
     measure,
 )
+from lightning_rob.audit.strength import steps
+from lightning_rob.audit.target import AuditTarget
 from lightning_rob.defenses import DENT, Ensemble, Single, TransformEnsemble
 from lightning_rob.nets import SmallCNN
 from lightning_rob.rules import random_member
-from tests.audit.planted import IMAGES, LARGE, PLANTED, THREAT, honest
+from tests.audit.planted import IMAGES, LARGE, PLANTED, THREAT, Through, honest
 
 HONEST = ["standard", "adversarially_trained", "randomized_ensemble", "ensemble_of_means"]
 HONEST += ["random_transforms", "eight_bit_straight_through"]
@@ -63,6 +65,20 @@ def test_the_network_the_images_and_the_random_stream_stay_as_they_were(nets, bl
     net.eval()
 
 
+def test_the_same_audit_twice_finds_the_same(nets, blobs):
+    defense = Single(Through(nets[0], lambda x: x + 0.1 * torch.randn_like(x)))
+    one, other = (audit(defense, *blobs, THREAT, queries=10) for _ in range(2))
+    assert one.findings == other.findings
+    assert audit(defense, *blobs, THREAT, queries=10, seed=1).findings != one.findings
+
+
+def test_a_check_alone_runs_what_it_needs(nets, blobs):
+    target = AuditTarget(Single(nets[0]), THREAT)
+    columns = lazy_columns(target, *blobs)
+    assert steps(target, columns).severity in ("fine", "note")
+    assert set(columns.columns) == {"fgsm", "pgd", "longer"}
+
+
 def test_a_transformation_ensemble_is_audited(nets, blobs):
     x, y = (part[:8] for part in blobs)
     members = TransformEnsemble(nets[:2], ["flip_horizontal", "rotate_180"], random_member)
@@ -96,6 +112,13 @@ def test_defenses_that_reject_are_audited(blobs, nets, lowered, robust):
     found, naive = ({r.name: r.accuracy for r in one.results} for one in (report, plain))
     assert found["clean"] == naive["clean"] == 1
     assert (found["pgd"], naive["pgd"]) == (robust, 0)
+
+
+def test_one_logit_is_refused(blobs):
+    x, y = blobs
+    net = nn.Sequential(nn.Flatten(), nn.Linear(x[0].numel(), 1))
+    with pytest.raises(ValueError, match="two logits or more, got 1"):
+        audit(Single(net), x, 0 * y, THREAT)
 
 
 class Pairs(nn.Module):

@@ -24,6 +24,7 @@ from lightning_rob.attacks import (
 )
 from lightning_rob.attacks.decorators import AttackDecorator
 from lightning_rob.audit import Power, power
+from lightning_rob.audit.auditor import audit
 from lightning_rob.defenses import (
     Defense,
     Ensemble,
@@ -31,10 +32,12 @@ from lightning_rob.defenses import (
     RandomTransforms,
     Single,
     Smoothing,
+    TransformEnsemble,
 )
 from lightning_rob.defenses.copies import working_copy
 from lightning_rob.evaluation.power import _Trial, counted, found_by
-from lightning_rob.objectives import expected_dlr
+from lightning_rob.objectives import ce_of_mean_probs, expected_dlr
+from lightning_rob.rules import abstaining
 from lightning_rob.threat import Threat
 from tests.audit.conftest import images
 from tests.audit.planted import PLANTED, THREAT, Through, trained
@@ -129,6 +132,23 @@ def test_where_random_search_succeeds_the_test_says_nothing():
     assert harder.random_rate < found.random_rate
 
 
+def test_a_network_that_takes_a_gradient_inside():
+    """Its last layer may not lose its slope while it is looked for."""
+
+    class Purifying(nn.Sequential):
+        def forward(self, x):
+            with torch.enable_grad():
+                moved = x.detach().requires_grad_()
+                slope = torch.autograd.grad(super().forward(moved).logsumexp(1).sum(), moved)[0]
+            return super().forward(x - 0.01 * slope.sign())
+
+    x, y = torch.rand(8, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = Purifying(nn.Flatten(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3)).eval()
+    assert power(net, PGD(Threat("linf", 0.1), 20, 0.025), x, y).images > 0
+
+
 @pytest.mark.parametrize(("norm", "eps"), [("linf", 0.1), ("l2", 0.8)])
 def test_a_linear_network_in_closed_form(norm, eps, monkeypatch):
     """The planted image is in ball and box, and the optimum of the readout fools it too."""
@@ -204,6 +224,24 @@ def test_attacks_that_drop_images_reorder_them_or_need_more_classes(nets, batch)
     assert power(nets[2], Square(THREAT, 10), *batch).rate < 0.95
 
 
+def test_attacks_on_the_runner_up_see_the_class_of_the_planted_image(nets, batch, monkeypatch):
+    """All other classes stay below it, also at the clean images."""
+    seen, own = [], _Trial.planted
+
+    def planted(self, *args):
+        seen.append(own(self, *args))
+        return seen[-1]
+
+    monkeypatch.setattr(_Trial, "planted", planted)
+    power(nets[0], PGD20, *batch)
+    readouts, (x, y), defense = seen[0][0], batch, working_copy(Single(nets[0]))
+    with readouts(defense), torch.no_grad():
+        others = defense.logits(x)[0].scatter(1, y[:, None], -torch.inf)
+    first, second = others.topk(2).values.T
+    assert torch.equal(others.argmax(1), readouts.target)
+    assert ((first - second) / readouts.made[0].size > 0.5).all()
+
+
 def test_ensembles(nets, batch):
     """The planted image fools all members at once: an attack on one of them does not find it."""
     ensemble = Ensemble(nets, [0.5, 0.3, 0.2])
@@ -227,6 +265,14 @@ def test_random_defenses(kind, nets, batch):
     strong, weak = power(defense, PGD20, *batch), power(defense, TINY, *batch)
     assert strong.rate >= 0.95, str(strong)
     assert strong.images > N / 2
+    assert weak.passed is False
+
+
+def test_transformation_ensembles_through_members(nets, batch):
+    ensemble = TransformEnsemble(nets, ["clean", "rotate_90", "rotate_180"])
+    attack = replace(PGD20, objective=ce_of_mean_probs)
+    strong, weak = power(ensemble, attack, *batch), power(ensemble, TINY, *batch)
+    assert strong.rate >= 0.9, str(strong)
     assert weak.passed is False
 
 
@@ -266,6 +312,18 @@ def test_a_rejecting_defense_and_the_inverted_test(nets, batch):
     assert ignoring.inverted.passed is False
     assert ignoring.passed is False
     assert ignoring.inverted.rate < ignoring.rate
+
+
+def test_a_rule_that_abstains(nets, batch):
+    @abstaining
+    def unsure(logits, weights):
+        p = logits.softmax(-1).mean(0)
+        return nn.functional.one_hot(p.argmax(-1), 4) * (p.amax(-1) > 0.6)[:, None].float()
+
+    defense = Single(nets[2], unsure)
+    assert power(defense, PGD20, *batch).rate >= 0.95
+    assert power(defense, TINY, *batch).passed is False
+    assert power(defense, PGD20, *batch).inverted is None
 
 
 def test_where_the_test_is_not_applicable(nets, batch):
@@ -326,3 +384,16 @@ def test_an_evaluation_tests_its_attacks(nets, batch):
     some = evaluate(nets[2], attacks, batches, power=10, progress=False, checks=False)
     assert some.power["pgd"].images + some.power["pgd"].left_out == 10
     assert not evaluate(nets[2], attacks, batches, progress=False, checks=False).power
+
+
+def test_an_audit_tests_its_attacks(nets, batch):
+    report = audit(Single(nets[2]), *batch, THREAT, steps=5, queries=5, power=True)
+    shown = {row.name: row.details["power"] for row in report.results if "power" in row.details}
+    assert {"pgd", "margin", "square"} <= shown.keys()
+    assert not {"noise", "fgsm", "unbounded"} & shown.keys()
+    assert shown["margin"]["rate"] > shown["square"]["rate"]
+    (finding,) = (one for one in report.findings if one.name == "power")
+    assert finding.severity == "severe"
+    assert "square finds" in finding.text
+    quiet = audit(Single(nets[2]), *batch, THREAT, steps=5, queries=5)
+    assert not any("power" in row.details for row in quiet.results)

@@ -6,11 +6,15 @@ import pytest
 import torch
 
 from lightning_rob.attacks import ARC, PGD, Strongest
-from lightning_rob.audit.auditor import AuditTarget, adaptive, audit, black_box, radius
-from lightning_rob.defenses import Ensemble, Single
-from lightning_rob.evaluation.findings import many
+from lightning_rob.audit import strength
+from lightning_rob.audit.auditor import audit
+from lightning_rob.audit.strength import adaptive, black_box
+from lightning_rob.audit.target import AuditTarget
+from lightning_rob.defenses import Ensemble, RandomTransforms, Single
+from lightning_rob.evaluation.findings import many, significant
 from lightning_rob.objectives import ce_of_mean_logits, ce_of_mean_probs, expected_ce
 from lightning_rob.rules import majority, mean_logits, mean_probs
+from lightning_rob.threat import Threat
 from tests.audit.planted import THREAT
 from tests.tiny import TinyNet
 
@@ -29,16 +33,28 @@ def test_how_many_images_are_enough(lost, flagged):
     assert found.values["images"] == pytest.approx(lost / 50)
 
 
+def test_noisy_scores_need_more_than_two_images():
+    assert many(part(2)) and not significant(part(2))
+    assert significant(part(10))
+    assert not significant(part(10) - part(8).flip(0))
+    assert not many(torch.full((50,), torch.nan)) and not many(torch.zeros(0))
+    assert many(torch.ones(1))
+
+
 @pytest.mark.parametrize(
     ("attack", "words"),
     [
         (None, ""),
         (ARC(THREAT, 5, 0.15), ""),
         (Strongest((ARC(THREAT, 5, 0.15),)), ""),
+        (ARC(Threat("linf", 1e-4), 5, 0.15), "too weakly"),
+        (ARC(Threat("l2", 0.15), 5, 0.15), "too weakly"),
+        (ARC(THREAT, 1, 0.15), "too weakly"),
+        (ARC(THREAT, 5, 0.001), "too weakly"),
         (PGD(THREAT, 20, 0.05), "runs mine, but not ARC"),
     ],
 )
-def test_an_adaptive_attack_may_be_lacking(attack, words):
+def test_an_adaptive_attack_may_be_too_weak(attack, words):
     others = {} if attack is None else {"mine": attack}
     target = AuditTarget(Ensemble([TinyNet(), TinyNet()]), THREAT, other_attacks=others)
     found = adaptive(target, {"pgd": part(31), "arc": part(31), "climb": part(31)})
@@ -57,6 +73,10 @@ def test_an_ensemble_with_one_prediction_needs_the_loss_of_its_rule(rule, loss):
         found = adaptive(AuditTarget(defense, THREAT, other_attacks={"mine": attack}), {})
         assert found.flagged == (objective is not loss)
         assert found.severity != "warning" or loss.__name__ in found.advice
+    short = adaptive(
+        AuditTarget(defense, THREAT, other_attacks={"mine": PGD(THREAT, 10, 1e-4, loss)}), {}
+    )
+    assert short.severity == "warning" and "too weakly" in short.text
     assert not adaptive(AuditTarget(defense, THREAT), {}).flagged
 
 
@@ -72,11 +92,20 @@ def test_the_text_names_the_gap():
     assert adaptive(target, columns | {"climb": part(31)}).severity == "warning"
 
 
+def test_eot_with_one_velocity_is_not_what_random_transforms_need():
+    target = AuditTarget(RandomTransforms(TinyNet(), {"GaussianNoise": {}}, 1, 3), THREAT)
+    columns = {"pgd": part(31), "linear_aggmo": part(31)}
+    target.other_attacks = {"eot": PGD(THREAT, 3, 0.05, draws=3)}
+    assert adaptive(target, columns).flagged
+    target.other_attacks["best"] = target.attacks["linear_aggmo"]
+    assert not adaptive(target, columns).flagged
+
+
 def test_of_one_class_for_all_images_no_ball_holds_another(nets, blobs):
     """A network that did not learn hides nothing."""
     net = deepcopy(nets[0])
     net.last.bias.data[0] += 100
-    (found,) = audit(Single(net), *blobs, THREAT, checks=[radius]).findings
+    (found,) = audit(Single(net), *blobs, THREAT, checks=[strength.radius]).findings
     assert (found.severity, found.text) == (
         "note",
         "Not checked: it predicts one class for all images.",
