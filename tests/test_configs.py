@@ -319,7 +319,6 @@ def test_callbacks_plug_into_a_recipe(files, tmp_path, monkeypatch):
         assert kind.endswith(content["class_path"])
 
 
-@MANY_ATTACKS
 def test_plugins_add_up_and_an_attack_in_several_runs_once(tmp_path):
     plain = recipe(tmp_path, **{"trainer__callbacks+": [], "model__init_args__monitor": None})
     plugins = [f"--trainer.callbacks+={name}" for name in ("adaptive_pgd", "rec_suite")]
