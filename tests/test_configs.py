@@ -102,24 +102,20 @@ class Grey(Colour):
 
 
 @pytest.fixture(autouse=True)
-def few_directions(monkeypatch):
-    """Slopes of two images along two directions each: what a check finds is tested elsewhere."""
-    monkeypatch.setattr("lightning_rob.evaluation.columns.FEWEST_PAIRS", 4)
+def few_checks(monkeypatch, request):
+    """Slopes of two images along two directions each: what a check finds is tested elsewhere.
 
-
-@pytest.fixture
-def attacked_unchecked(monkeypatch):
-    """Images under each attack are checked in `test_recipe_runs`; plug-ins have many attacks."""
+    Images under each attack are checked in `test_recipe_runs`; plug-ins have many attacks.
+    """
     check = Evaluator._check
 
     def of_clean(self, name, *images):
         if name == "clean":
             check(self, name, *images)
 
-    monkeypatch.setattr(Evaluator, "_check", of_clean)
-
-
-MANY_ATTACKS = pytest.mark.usefixtures("attacked_unchecked")
+    monkeypatch.setattr("lightning_rob.evaluation.columns.FEWEST_PAIRS", 4)
+    if request.node.originalname.startswith("test_callback"):
+        monkeypatch.setattr(Evaluator, "_check", of_clean)
 
 
 def content_of(file):
@@ -303,7 +299,6 @@ def names_in(folder):
     return {json.loads(line)["name"] for line in lines}
 
 
-@MANY_ATTACKS
 @pytest.mark.parametrize("files", [CALLBACKS[i::6] for i in range(6)], ids=lambda p: p[0].stem)
 def test_callbacks_plug_into_a_recipe(files, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -331,7 +326,6 @@ def test_plugins_add_up_and_an_attack_in_several_runs_once(tmp_path):
     assert {"arc", "climb"} <= {*worst["over"]}
 
 
-@MANY_ATTACKS
 @pytest.mark.parametrize("file", [p for p in RT_ONLY if p.stem != "rt_best"], ids=lambda p: p.stem)
 def test_callback_plugs_into_random_transforms(file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -347,7 +341,6 @@ def test_callback_plugs_into_random_transforms(file, tmp_path, monkeypatch):
     run("fit", "--config", written(plain, "plain.yaml"), EMBEDDED, *small, *SMALL, plugin)
 
 
-@MANY_ATTACKS
 @pytest.mark.parametrize("file", VOTERS, ids=lambda p: p.stem)
 def test_callback_plugs_into_transformation_ensembles(file, tmp_path, monkeypatch):
     """Three sub-models of random weights; two images, few steps."""
