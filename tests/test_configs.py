@@ -99,24 +99,20 @@ class Grey(Colour):
 
 
 @pytest.fixture(autouse=True)
-def few_directions(monkeypatch):
-    """Slopes of two images along two directions each: what a check finds is tested elsewhere."""
-    monkeypatch.setattr("lightning_rob.evaluation.columns.FEWEST_PAIRS", 4)
+def few_checks(monkeypatch, request):
+    """Slopes of two images along two directions each: what a check finds is tested elsewhere.
 
-
-@pytest.fixture
-def attacked_unchecked(monkeypatch):
-    """Images under each attack are checked in `test_recipe_runs`; plug-ins have many attacks."""
+    Images under each attack are checked in `test_recipe_runs`; plug-ins have many attacks.
+    """
     check = Evaluator._check
 
     def of_clean(self, name, *images):
         if name == "clean":
             check(self, name, *images)
 
-    monkeypatch.setattr(Evaluator, "_check", of_clean)
-
-
-MANY_ATTACKS = pytest.mark.usefixtures("attacked_unchecked")
+    monkeypatch.setattr("lightning_rob.evaluation.columns.FEWEST_PAIRS", 4)
+    if request.node.originalname.startswith("test_callback"):
+        monkeypatch.setattr(Evaluator, "_check", of_clean)
 
 
 def content_of(file):
@@ -300,7 +296,6 @@ def names_in(folder):
     return {json.loads(line)["name"] for line in lines}
 
 
-@MANY_ATTACKS
 @pytest.mark.parametrize("files", [CALLBACKS[i::6] for i in range(6)], ids=lambda p: p[0].stem)
 def test_callbacks_plug_into_a_recipe(files, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -316,7 +311,18 @@ def test_callbacks_plug_into_a_recipe(files, tmp_path, monkeypatch):
         assert kind.endswith(content["class_path"])
 
 
-@MANY_ATTACKS
+def test_plugins_add_up_and_an_attack_in_several_runs_once(tmp_path):
+    plain = recipe(tmp_path, **{"trainer__callbacks+": [], "model__init_args__monitor": None})
+    plugins = [f"--trainer.callbacks+={name}" for name in ("adaptive_pgd", "rec_suite")]
+    run("fit", "--config", plain, "--trainer.max_epochs=2", "--model.epochs=1", *plugins)
+    names = [r["name"] for r in records(tmp_path) if r["epoch"] == 0 and r["name"] != "clean"]
+    assert sorted(names) == sorted({*names})
+    assert {"adaptive_pgd", "adaptive_pgd_logits", "arc", "worst"} <= set(names)
+    worst = next(r for r in records(tmp_path) if r["name"] == "worst")
+    assert worst["over"][0] == "adaptive_pgd"
+    assert {"arc", "climb"} <= {*worst["over"]}
+
+
 @pytest.mark.parametrize("file", [p for p in RT_ONLY if p.stem != "rt_best"], ids=lambda p: p.stem)
 def test_callback_plugs_into_random_transforms(file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -332,7 +338,6 @@ def test_callback_plugs_into_random_transforms(file, tmp_path, monkeypatch):
     run("fit", "--config", written(plain, "plain.yaml"), EMBEDDED, *small, *SMALL, plugin)
 
 
-@MANY_ATTACKS
 @pytest.mark.parametrize("file", VOTERS, ids=lambda p: p.stem)
 def test_callback_plugs_into_transformation_ensembles(file, tmp_path, monkeypatch):
     """Three sub-models of random weights; two images, few steps."""

@@ -29,14 +29,14 @@ def auto(*attacks, **options):
 
 
 def evaluate(folder, checkpoint, batch_size, *args):
-    """The records of 29 images: that of each figure, and those image by image."""
+    """The records of 53 images: that of each figure, and those image by image."""
     folder.mkdir()
     attacks = {"apgd": pgd(random_start=True, restarts=2), "arc": arc(random_start=True)}
     attacks |= {"square": auto("square"), "autoattack": auto("apgd-ce", "apgd-dlr")}
-    data = {"class_path": "tests.tiny.Blobs", "init_args": {"test_size": 29}}
+    data = {"class_path": "tests.tiny.Blobs", "init_args": {"test_size": 53}}
     callbacks = [
         robust_eval(attacks, repeats=2, group_size=16),
-        robust_eval({"few": pgd()}, max_images=12),
+        robust_eval({"few": pgd()}, max_images=20),
     ]
     file = recipe(folder, data=data, **{"trainer__callbacks+": callbacks})
     size = f"--data.init_args.eval_batch_size={batch_size}"
@@ -52,11 +52,11 @@ def evaluate(folder, checkpoint, batch_size, *args):
 def test_two_processes_and_any_batch_size_leave_the_same_records(trained, tmp_path):
     first, *others = [
         evaluate(tmp_path / f"{size}{len(args)}", trained, size, *args)
-        for size, args in [(29, []), (5, []), (16, TWO)]
+        for size, args in [(53, []), (7, []), (32, TWO)]
     ]
     figures = {line["name"]: line for line in first[0] if line["name"] != "clean"}
     whole = ("apgd", "arc", "square", "autoattack")
-    expected = dict.fromkeys(whole, 29) | {"few": 12, "worst": 12}
+    expected = dict.fromkeys(whole, 53) | {"few": 20, "worst": 20}
     assert {name: line["n"] for name, line in figures.items()} == expected
     assert figures["apgd"]["group_size"] == 16
     assert all(0 < figures[name]["accuracy"] < 1 for name in expected)

@@ -40,22 +40,13 @@ class ColorJitter(AlphaTransform):
 
     def apply(self, x: Tensor, amount: Tensor, order: Tensor) -> Tensor:
         x = raised(x, EPS)
+        brightness, contrast, saturation, hue = amount.unbind(1)
         for kind in order.unbind(1):
-            affine, in_hsv = _adjust_affine(x, amount, kind), _adjust_hsv(x, amount, kind)
+            factor = over_pixels(torch.where(kind == 1, contrast, 1))
+            affine = x * factor + over_pixels(torch.where(kind == 0, brightness, 0))
+            in_hsv = jitter_hsv(x, torch.where(kind == 2, saturation, 1), hue, kind == 3)
             x = raised(clip(torch.where(over_pixels(kind < 2), affine, in_hsv), 0, 1), EPS)
         return x
-
-
-def _adjust_affine(x: Tensor, amount: Tensor, kind: Tensor) -> Tensor:
-    """Change the brightness of images [B, 3, H, W] of kind [B] 0, the contrast of kind 1."""
-    factor = torch.where(kind == 1, amount[:, 1], 1)
-    shift = torch.where(kind == 0, amount[:, 0], 0)
-    return x * over_pixels(factor) + over_pixels(shift)
-
-
-def _adjust_hsv(x: Tensor, amount: Tensor, kind: Tensor) -> Tensor:
-    """Change the saturation of images [B, 3, H, W] of kind [B] 2, the hue of kind 3."""
-    return jitter_hsv(x, torch.where(kind == 2, amount[:, 2], 1), amount[:, 3], kind == 3)
 
 
 class Gamma(AlphaTransform):

@@ -6,12 +6,12 @@ authors' code slips, this one follows the paper and the textbooks; the docstring
 
 import re
 from collections.abc import Sequence
-from difflib import get_close_matches
 from typing import get_args
 
 import torch
 
 from lightning_rob.randomness import derive_seed
+from lightning_rob.runtime.errors import nearest
 from lightning_rob.transforms.base import Transform
 from lightning_rob.transforms.pool.filters import (
     Cartoon,
@@ -161,10 +161,8 @@ def _expand(name: str, seed: int) -> Sequence[str]:
     if composition := COMPOSITION.fullmatch(name.replace(" ", "")):
         counts = {"reversible": composition["r"], "irreversible": composition["i"]}
         return [one for word, count in counts.items() for one in _draw(word, count, seed)]
-    options = ["clean", *WORDS, *pool()]
-    close = get_close_matches(name, options, n=3, cutoff=0.4)
-    meant = ", ".join(close) or 'a composition as "14r+28i"'
-    raise ValueError(f"no transformation {name!r}, did you mean {meant}?")
+    hint = nearest(name, ["clean", *WORDS, *pool()], ', nor a composition as "14r+28i"')
+    raise ValueError(f"no transformation {name!r}{hint}")
 
 
 def _draw(word: str, count: str | None, seed: int) -> list[str]:
