@@ -233,6 +233,7 @@ BUDGETS = {  # name -> attack, number of passes, and the smallest number for it 
     "apgd": (APGD(LINF), 90, 12),
     "apgd-t": (APGD(LINF, targets=9, restarts=2), 500, 2 * (2 + 8 * 5 + 1)),
     "apgd in l1": (APGD(Threat("l1", 3.0), restarts=9), 700, 12),
+    "arc-start": (ARC(LINF, 1, neighbours=2, start=STEP), 150, 4 + 4 + 2 * (1 + 2 + 2) + 2),
     "arc": (ARC(LINF, 1), 200, 2 + 2 * (1 + 4 + 2) + 2),
     "cw": (CW(L2, binary_steps=3), 100, 2 * (1 + 2 * 3)),
     "climb": (LatticeClimber(LINF), 400, 2 + (6 + 2) + 7 * 2 * 2 + 2),

@@ -58,6 +58,9 @@ class ARC(Attack):
         neighbours: number of competing classes searched for the nearest boundary, those with the
             largest logits, G in the paper; None searches all.
         random_start: start from a random point of the ball.
+        start: start from the images that this attack of the same threat returns, where they are no
+            worse than the clean ones: ARC is then never weaker than it. None is the clean images,
+            as in the paper.
         early_stop: stop on images that every member misclassifies, and on images that an iteration
             left unchanged. Never raises the accuracy, up to rounding, which depends on the batch
             size. Members must be deterministic.
@@ -70,6 +73,7 @@ class ARC(Attack):
     step_size: Length | None = None
     neighbours: int | None = None
     random_start: bool = False
+    start: Attack | None = None
     early_stop: bool = False
 
     def __post_init__(self) -> None:
@@ -89,7 +93,9 @@ class ARC(Attack):
         gradients = min(self.neighbours or count.classes, count.classes - 1)
         members = len(member_order(count.defense.weights))
         step = members * (1 + gradients + count.networks)  # each scores a candidate on all
-        return count.networks * (1 + self.random_start) + self.steps * step
+        start = self.start.cost(count) if self.start else 0
+        begin = count.networks * (2 if self.random_start or self.start else 1)
+        return start + begin + self.steps * step
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         members, weights = defense.classifiers, defense.weights
@@ -99,6 +105,11 @@ class ARC(Attack):
             # As in the authors' code the accuracy to beat is the clean image's.
             delta = self.threat.start(x, generator) - x
             acc_current = expected_accuracy(members, weights, x + delta, y)
+        elif self.start:
+            x_start = self.start.perturb(defense, x, y, generator)
+            acc_start = expected_accuracy(members, weights, x_start, y)
+            delta = choose(acc_start <= acc_best, x_start - x, delta)
+            acc_best = acc_current = torch.minimum(acc_start, acc_best)
         search = Search(positions(x), x, y, generator, delta.clone(), acc_best, acc_current)
         if self.early_stop:
             search = search.select(search.acc_current > 0)
@@ -200,7 +211,6 @@ def arc_linear(
         x: [B, …] points, of the shape of a w.
         y: [B] labels in {-1, +1}.
         threat: norm and radius; its bounds are not used, as in the paper.
-
     """
     if not ((y == 1) | (y == -1)).all():
         raise ValueError(f"labels must be -1 or +1, got {sorted(set(y.tolist()))}")

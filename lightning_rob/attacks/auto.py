@@ -80,11 +80,6 @@ class Auto(Attack):
     Args:
         threat: linf, l2 or l1, in pixel units.
         passes: the largest number of forward and backward passes of an image; see `Budgeted`.
-
-    Raises:
-        ValueError: no passes, another threat; when called, too few passes for the schedule.
-        TypeError: when called on a defense that adapts: run its `schedule`; on a transformation
-            ensemble of which no member has a gradient.
     """
 
     threat: Threat

@@ -62,9 +62,6 @@ class AutoAttack(Attack):
         early_stop: as of `APGD`, where the attacked function is what the defense predicts by.
         passes: forward and backward passes of an image through the attacked function, in place of
             the numbers of steps and queries, whose proportions stay; None leaves these.
-
-    Raises:
-        ValueError: when called, fewer classes or passes than the attacks need.
     """
 
     made_for: ClassVar[tuple[str, ...]] = ("ensemble",)

@@ -37,9 +37,6 @@ class DDN(Attack):
         gamma: relative change of the norm in a step.
         first_norm: the norm of the first perturbation, in pixel units. Steps along the gradient
             have lengths of 1 to 0.01, times the range of the bounds.
-
-    Raises:
-        TypeError: when called on a random defense, for which one wrong prediction is no proof.
     """
 
     smallest_norm: ClassVar[bool] = True

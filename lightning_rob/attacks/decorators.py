@@ -87,12 +87,7 @@ class Budgeted(AttackDecorator):
 
 @dataclass(frozen=True)
 class Chunked(AttackDecorator):
-    """Attack a few images at a time: the same images up to rounding, in less memory.
-
-    Raises:
-        ValueError: an attack whose results depend on the whole batch.
-        TypeError: when called on a defense whose predictions depend on the whole batch.
-    """
+    """Attack a few images at a time: the same images up to rounding, in less memory."""
 
     splits_batches: ClassVar[bool] = True
     images: int
@@ -123,9 +118,6 @@ class Accelerated(AttackDecorator):
     Args:
         compile: run networks by `torch.compile`.
         autocast: precision of the networks' gradients; None leaves it.
-
-    Raises:
-        TypeError: when called, on a defense that names no networks.
     """
 
     compile: bool = False

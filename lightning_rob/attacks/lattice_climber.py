@@ -79,10 +79,6 @@ class LatticeClimber(Attack):
         step_size: length of the first signed step in pixel units; None is eps / 4.
         classes: number of wrong classes that are tried for each member alone: the runner-up of each
             step, then the next largest logits of the clean image.
-
-    Raises:
-        ValueError: no step, a step size that is not positive, a norm other than linf, l2 and l1, a
-            relative radius.
     """
 
     lengths: ClassVar[tuple[str, ...]] = ("step_size",)

@@ -32,10 +32,6 @@ class MinimalNorm(AttackDecorator):
         attack: PGD or APGD; with `early_stop` it costs less and often finds an image closer than
             the radius.
         radii: number of radii: the error is eps / 2^(radii - 1) where the attack never fails.
-
-    Raises:
-        TypeError: an attack that cannot take a radius for each image; when called, a random
-            defense, for which one wrong prediction is no proof.
     """
 
     effort: ClassVar[str] = "radii"

@@ -49,9 +49,6 @@ class PDGD(Attack):
         step_size: step size of Adam, in pixel units: the length of the first step at each pixel.
         objective: the objective that must become positive: `expected_margin`, or `linear` (the
             margin of the mean logits); they are equal on a single network.
-
-    Raises:
-        TypeError: when called on a random defense, for which one wrong prediction is no proof.
     """
 
     smallest_norm: ClassVar[bool] = True

@@ -46,7 +46,6 @@ class Square(Attack):
         threat: the ball and the bounds; linf, l2 or l1.
         p: share of the image in the first windows.
         start: an attack in the same ball, from whose images the search starts.
-
     """
 
     effort: ClassVar[str] = "queries"

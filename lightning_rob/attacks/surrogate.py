@@ -355,9 +355,6 @@ class SurrogateGradient(AttackDecorator):
         copies: noisy copies of the image; 0 takes the gradient at the image itself.
         draws_anew: whether the network draws noise of its own, so that no prediction is a proof.
         together: whether predictions depend on the batch, so that no image may leave it.
-
-    Raises:
-        ValueError: an unknown slope; when called, a stage that is not there.
     """
 
     slopes: tuple[Slope, ...] = ()

@@ -41,9 +41,6 @@ class TAA(Attack):
         target: the target by its transformation's name or its index. None attacks each candidate
             member in turn and keeps, per image, the perturbation that leaves the fewest members
             correct, the earlier target on ties.
-
-    Raises:
-        TypeError: when called on a defense that is no `TransformEnsemble`.
     """
 
     made_for: ClassVar[tuple[str, ...]] = ("transformed",)

@@ -219,3 +219,19 @@ def test_small_probabilities_count_in_half_precision(place):
         one = expected_accuracy([right, wrong], weights, x, y)
     assert both.float().tolist() == pytest.approx([1.0, 1.0], abs=1e-6)
     assert one.float().tolist() == pytest.approx([0.999, 0.999], abs=1e-6)
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+@pytest.mark.parametrize(("count", "probs"), ENSEMBLES)
+def test_never_weaker_than_its_start(norm, count, probs):
+    members = mlps(count, seed=5)
+    defense = Ensemble(members, probs)
+    x, y = batch(members, 32)
+    threat = Threat(norm, 0.1 if norm == "linf" else 0.25)
+    pgd = PGD(threat, 10, threat.eps / 4, random_start=False)
+    probs = defense.weights
+    before = scores(members, probs, pgd(defense, x, y), y)
+    after = scores(members, probs, ARC(threat, 5, threat.eps, start=pgd)(defense, x, y), y)
+    assert (after <= before).all()
+    assert (after <= scores(members, probs, x, y)).all()
+    assert after.mean() < before.mean()
