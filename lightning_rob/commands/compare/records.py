@@ -173,9 +173,7 @@ def _legend(found: Sequence[Comparison]) -> str:
     return f"{legend}; lost, won: images whose score fell, rose"
 
 
-def print_comparison(
-    title: str, found: Sequence[Comparison], console: Console | None = None
-) -> None:
+def print_comparison(title: str, found: Sequence[Comparison]) -> None:
     """Print a table of comparisons."""
     table = Table(title=escape(visible(title)), caption=_legend(found), **STYLE)
     # on a narrow terminal names and intervals take several lines, and no number is cut
@@ -184,7 +182,7 @@ def print_comparison(
         table.add_column(name, justify="right", no_wrap="interval" not in name)
     for comparison in found:
         table.add_row(escape(visible(comparison.name)), *_cells(comparison))
-    (console or Console()).print(table)
+    Console().print(table)
 
 
 def markdown(

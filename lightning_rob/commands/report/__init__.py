@@ -55,23 +55,19 @@ class ReportConfig(CommandConfig):
 
 
 def run(config: ReportConfig) -> None:
-    """Write the report, and name the folders that have no records."""
-    runs = find_runs(config.runs)
-    known = [found.folder.resolve() for found in runs]
-    for folder in config.runs:
-        if not any(path.is_relative_to(folder.resolve()) for path in known):
-            print(visible(f"Nothing is recorded in {folder}"), file=sys.stderr)
+    """Write the report."""
     folder = config.runs[0] if len(config.runs) == 1 else Path()
-    for path in _write(runs, config.out or folder / "report.html", config.template):
+    for path in report(config.runs, config.out or folder / "report.html", config.template):
         print(visible(f"Wrote {path}"))
 
 
-def report(folders: Sequence[str | Path], out: Path) -> tuple[Path, Path]:
-    """Write the page of some runs to `out` and Markdown beside it."""
-    return _write(find_runs(folders), out)
-
-
-def _write(runs: Sequence[Run], out: Path, template: Path | None = None) -> tuple[Path, Path]:
+def report(folders: Sequence[Path], out: Path, template: Path | None = None) -> tuple[Path, Path]:
+    """Write the page of some runs to `out` and Markdown beside it; name folders without records."""
+    runs = find_runs(folders)
+    known = [found.folder.resolve() for found in runs]
+    for folder in folders:
+        if not any(path.is_relative_to(folder.resolve()) for path in known):
+            print(visible(f"Nothing is recorded in {folder}"), file=sys.stderr)
     if out.suffix != ".html":
         raise ValueError(f"--out is the page and ends in .html, got {out}")
     beside = out.with_suffix(".md")

@@ -4,7 +4,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
@@ -194,19 +194,9 @@ def read_run(folder: Path) -> Run:
     for fields in found:
         if "variable" not in fields:
             kinds.setdefault(fields.get("kind"), []).append(fields)
-    try:
-        path = folder / AUDIT  # a pipe of this name would never end
-        audit = json.loads(path.read_text(errors="replace")) if path.is_file() else {}
-    except (OSError, ValueError, RecursionError):
-        audit = {}
-    is_audit = isinstance(audit, dict) and isinstance(audit.get("findings"), list)
-    is_audit = is_audit and (audit.get("schema"), audit.get("kind")) == (SCHEMA, "audit")
-    recipe = folder / "config.yaml"
-    text = recipe.read_text(errors="replace") if recipe.is_file() else ""
-    try:
-        config = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        config = {}
+    audit = _mapping(_text(folder / AUDIT), json.loads)
+    is_audit = (audit.get("schema"), audit.get("kind")) == (SCHEMA, "audit")
+    recipe = _text(folder / "config.yaml")
     return Run(
         folder=folder,
         label=folder.name,
@@ -214,7 +204,21 @@ def read_run(folder: Path) -> Run:
         overfitting=list({str(f.get("name")): f for f in kinds.get("overfitting", ())}.values()),
         monitor=list(records_in(folder / MONITOR)),
         audit=audit if is_audit else {},
-        recipe=text,
-        config=config if isinstance(config, dict) else {},
+        recipe=recipe,
+        config=_mapping(recipe, yaml.safe_load),
         pictures=sorted(filter(Path.is_file, folder.glob("*.png"))),
     )
+
+
+def _text(path: Path) -> str:
+    # A pipe of this name would never end.
+    return path.read_text(errors="replace") if path.is_file() else ""
+
+
+def _mapping(text: str, load: Callable[[str], Any]) -> Fields:
+    """Return the mapping that a text holds, empty if it holds anything else."""
+    try:
+        content = load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}

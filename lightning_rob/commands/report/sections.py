@@ -167,12 +167,9 @@ def _history(run: Run, level: int) -> Iterator[Block]:
         [epoch, *(percent(at[key].accuracy) if key in at else NONE for key in series)]
         for epoch, at in evaluated
     ]
-    peak = best(series)
     caption = "Accuracy on the validation images by epoch, the latest first"
-    caption += f"; {peak.name} was best at epoch {peak.epoch}" if peak else ""
-    strong = [i for i, (epoch, _) in enumerate(evaluated) if peak and peak.epoch == epoch]
     columns = ["epoch", *(f"{line_name(key)}>" for key in series)]
-    yield Details("The numbers of every epoch", [table(caption, columns, rows, strong)])
+    yield Details("The numbers of every epoch", [table(caption, columns, rows)])
 
 
 def _audit(audit: Fields, level: int) -> Iterator[Block]:
@@ -400,14 +397,6 @@ def _attack_rows(name: str, target: str, attack: Spec) -> Iterator[list[str]]:
     yield [*head, *shown, other_arguments(attack)]
     for i, part in enumerate(inner_attacks(attack), start=1):
         yield from _attack_rows(f"{name}, part {i}", target, part)
-
-
-def best(series: Series) -> AttackResult | None:
-    """Return the result with the best worst case, or the best under the only attack."""
-    attacked = [records for key, records in series.items() if key[1] == WHOLE and key[0] != "clean"]
-    ranked = series.get(WORST) or (attacked[0] if len(attacked) == 1 else [])
-    known = [record for record in ranked if record.accuracy == record.accuracy]
-    return max(known, key=lambda record: record.accuracy, default=None)
 
 
 def curve(series: Series, by: str = "epoch", of: str = "validation") -> Curve:
