@@ -27,6 +27,7 @@ from tests.tiny import (
     ROOT,
     pgd,
     recipe,
+    records,
     refused,
     robust_eval,
     run,

@@ -122,7 +122,7 @@ def test_a_target_that_cannot_be_attacked(mixed):
         TAA(FGSM)(mixed.one(4), x, y)
     with pytest.raises(ValueError, match="no member is behind 'flip_vertical'"):
         TAA(FGSM, "flip_vertical")(mixed, x, y)
-    with pytest.raises(ValueError, match="got 5"):
+    with pytest.raises(ValueError, match="no member is behind 5"):
         TAA(FGSM, 5)(mixed, x, y)
     for attack in (TAA(FGSM), OnDifferentiable(FGSM)):
         with pytest.raises(TypeError, match="attack on a TransformEnsemble, got Ensemble"):
