@@ -38,7 +38,6 @@ from lightning_rob.defenses import (
     TransformEnsemble,
     URejectron,
 )
-from lightning_rob.evaluation.groups import on_device
 from lightning_rob.evaluation.protocol import AttackerDefenderSession
 from lightning_rob.modules import ADP, BAT, DVERGE, GAL, TRS, AdversarialTraining, FreeTraining
 from lightning_rob.nets import AthenaCNN, DANNNet, MNISTNet, ResNet20, SmallCNN
@@ -51,7 +50,7 @@ from lightning_rob.transforms.blur import GaussianBlur
 from lightning_rob.transforms.corruptions import Brightness
 from lightning_rob.transforms.noise import GaussianNoise
 from lightning_rob.transforms.pool import pool
-from tests.fakedev import DEVICE, Misplaced, Waits, emulated
+from tests.fakedev import DEVICE, Misplaced, emulated
 
 LINF, L2 = Threat("linf", 0.1), Threat("l2", 10.0)
 PLAIN = PGD(LINF, 2, 0.05, keep_best=True)
@@ -221,18 +220,6 @@ def test_losses(device, name):
     gradients = [p.grad for p in module.parameters() if p.grad is not None]
     assert gradients
     assert all(gradient.device == device for gradient in gradients)
-
-
-def test_a_batch_moves_to_the_device_without_a_wait(device):
-    x, y = images()
-    with Waits() as waits:
-        moved = on_device((x, y, torch.arange(6)), device)
-    assert {part.device for part in moved} == {device}
-    assert not waits.found
-    with Waits() as waits:  # the values must be there before they are read
-        back = on_device(moved, torch.device("cpu"))
-    assert torch.equal(back[0], x)
-    assert len(waits.found) == 3
 
 
 class Slipping(nn.Module):

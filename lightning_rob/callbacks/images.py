@@ -82,6 +82,8 @@ class Images:
                 "a defense that adapts is attacked in rounds of images, a stream has no positions "
                 "of them: give a torch.utils.data.DataLoader over a data set with a length"
             )
+        if not trainer.sanity_checking:
+            protocol.check(self.loader, len(self.positions), trainer.world_size)
 
     @property
     def total(self) -> int | None:

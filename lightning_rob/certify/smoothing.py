@@ -19,7 +19,7 @@ from lightning_rob.defenses import Defense, Smoothing, is_smoothing
 from lightning_rob.defenses.smoothing import sampling_error
 from lightning_rob.evaluation.evaluate import as_defense, indexed_groups
 from lightning_rob.evaluation.evaluator import EvaluationSettings, check_indices, device_of
-from lightning_rob.evaluation.groups import GROUP_SIZE, Unpack, on_device, serves_once
+from lightning_rob.evaluation.groups import GROUP_SIZE, Unpack, serves_once
 from lightning_rob.evaluation.records import Result, measured
 from lightning_rob.evaluation.result_file import write_table
 from lightning_rob.evaluation.results import EvaluationResult
@@ -224,7 +224,7 @@ def certify(
     total = total if max_images is None or total is None else min(total, max_images)
     with tqdm(desc="Certifying", unit="image", total=total, disable=not progress or None) as bar:
         for batch in indexed_groups(batches, settings, None, unpack):
-            x, y, index = on_device(batch, device)
+            x, y, index = (part.to(device) for part in batch)
             rows.update(index.cpu(), certifier(smoothed, x.float(), y, index))
             bar.update(len(x))
             count += len(x)

@@ -9,7 +9,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 from tqdm import tqdm
 
 from lightning_rob.defenses.base import Defense, Single, check_network
@@ -35,20 +35,21 @@ class Source:
                 f"{type(data).__name__}"
             )
         if isinstance(self.data, list | tuple) and isinstance(self.data[0], Tensor):
-            self.data = x, y = tuple(self.data)
+            x, y = self.data
             if len(x) != len(y) or not len(x):
                 raise ValueError(
                     f"source must have a label for each image, got {len(x)} and {len(y)}"
                 )
             _check_range(x)
+            self.data = TensorDataset(x, y)
 
     def __len__(self) -> int:
-        return len(self.data[0] if isinstance(self.data, tuple) else self.data)
+        return len(self.data)
 
     def gather(self, index: Tensor, augment: Sequence[Augment] = ()) -> tuple[Tensor, Tensor]:
         """Return images [B, C, H, W], each augmented, and labels [B] at positions [B]."""
-        if isinstance(self.data, tuple):
-            x, y = (part[index.to(part.device)] for part in self.data)
+        if isinstance(self.data, TensorDataset):
+            x, y, *_ = self.data[index]
         else:
             places, fetch = index.tolist(), getattr(self.data, "__getitems__", None)
             items = fetch(places) if fetch else [self.data[place] for place in places]

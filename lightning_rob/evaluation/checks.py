@@ -121,7 +121,6 @@ def steps_inside(target: CheckTarget, columns: Columns) -> Finding:
 
 def modes(target: CheckTarget, columns: Columns) -> Finding:
     """Find layers that act as in training when the defense predicts."""
-    found = []
     modules = dict(target.defense.named_modules())
     left_on = [
         f"{name} ({type(module).__name__})"
@@ -131,16 +130,24 @@ def modes(target: CheckTarget, columns: Columns) -> Finding:
         # In a network that forgot eval() its parent trains as well.
         and not modules[name.rpartition(".")[0]].training
     ]
-    with evaluating(target.defense):
-        for name, module in target.defense.named_modules():
+    with evaluating(target.defense) as copied:
+        found = [
+            f"{name} ({type(module).__name__})"
+            for name, module in copied.named_modules()
+            if isinstance(module, _BatchNorm | _DropoutNd)
+            and not (isinstance(module, _DropoutNd) and module.p == 0)
             # Without running statistics BatchNorm takes the batch's, in eval mode too.
-            batch_only = getattr(module, "track_running_stats", True) is False
-            idle = isinstance(module, _DropoutNd) and module.p == 0
-            trains = isinstance(module, _BatchNorm | _DropoutNd) and (module.training or batch_only)
-            if trains and not idle:
-                found.append(f"{name} ({type(module).__name__})")
-    values = {"layers": found}
-    if left_on and not found:
+            and (module.training or getattr(module, "track_running_stats", True) is False)
+        ]
+    if found:
+        return Finding(
+            "severe",
+            f"{len(found)} layers act as in training when the defense predicts: {_first(found)}. "
+            "Dropout draws, and BatchNorm looks at the other images of the batch.",
+            "Let eval() reach them, and keep running statistics; then evaluate again.",
+            {"layers": found},
+        )
+    if left_on:
         return Finding(
             "severe",
             f"Dropout was on in a network in eval mode, and is off here: {_first(left_on)}. The "
@@ -149,16 +156,8 @@ def modes(target: CheckTarget, columns: Columns) -> Finding:
             "inferences=10 and attacks that average over draws, PGD(draws=10).",
             {"layers": left_on},
         )
-    if not found:
-        text = "BatchNorm and dropout are in eval mode when the defense predicts."
-        return Finding("fine", text, values=values)
-    return Finding(
-        "severe",
-        f"{len(found)} layers act as in training when the defense predicts: {_first(found)}. "
-        "Dropout draws, and BatchNorm looks at the other images of the batch.",
-        "Let eval() reach them, and keep running statistics; then evaluate again.",
-        values,
-    )
+    text = "BatchNorm and dropout are in eval mode when the defense predicts."
+    return Finding("fine", text, values={"layers": []})
 
 
 def _drops(module: nn.Module) -> bool:

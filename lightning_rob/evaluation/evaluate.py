@@ -30,7 +30,6 @@ from lightning_rob.evaluation.groups import (
     choose,
     counted,
     group_loader,
-    on_device,
     regrouped,
     served_positions,
     serves_once,
@@ -152,7 +151,7 @@ def evaluate(
         evaluator = Evaluator(defense, attacks, settings, store, attacked, details, checks, power)
         with torch.autocast(device.type, enabled=False), torch.inference_mode(False):
             for batch in indexed_groups(batches, settings, rounds, unpack):
-                x, y, index = on_device(batch, device)
+                x, y, index = (part.to(device) for part in batch)
                 evaluator.score(x.float(), y, index)
                 count += len(x)
     if not count:

@@ -128,13 +128,6 @@ def group_loader(loader: DataLoader[Any], groups: list[Tensor]) -> Iterator[Any]
     )
 
 
-def on_device(batch: Batch, device: torch.device) -> Batch:
-    """Return a batch on a device, to which pinned memory is copied while the host goes on."""
-    ahead = device.type != "cpu"  # towards the CPU the values could be read before they are there
-    x, y, index = (part.to(device, non_blocking=ahead) for part in batch)
-    return x, y, index
-
-
 def regrouped(batches: Iterable[Batch], size: int = GROUP_SIZE) -> Iterator[Batch]:
     """Yield the same images in the same order, in batches of another size."""
     held: list[tuple[Tensor, ...]] = []
@@ -157,11 +150,7 @@ def unpacked(batch: Any, unpack: Unpack | None = None) -> tuple[Tensor, Tensor, 
             "batches must be (images, labels) or (images, labels, indices), got "
             f"{type(parts).__name__}: give unpack, such as lambda b: (b['image'], b['label'])"
         )
-    try:
-        x, y, *index = (torch.as_tensor(part) for part in parts)
-    except (TypeError, ValueError) as error:
-        kinds = ", ".join(type(part).__name__ for part in parts)
-        raise TypeError(f"batches must be of tensors or arrays, got ({kinds})") from error
+    x, y, *index = (torch.as_tensor(part) for part in parts)
     if x.dim() < 2:
         raise ValueError(f"images must be a batch [B, …], got shape {list(x.shape)}")
     check_label_type(y, len(x))

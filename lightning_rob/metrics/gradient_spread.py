@@ -24,8 +24,6 @@ def gradient_spread(gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         non-zero entries. Zero entries, of a transform that erases or clamps pixels, hardly vary:
         with many of them the variance mostly measures their share.
     """
-    if len(gradients) < 2:
-        raise ValueError(f"the spread is one of two draws or more, got {len(gradients)}")
     signs = gradients.flatten(2).sign()
     mean = signs.mean(0)
     variance = (signs - mean).square().sum(0).mean(1) / (len(signs) - 1)

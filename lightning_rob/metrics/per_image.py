@@ -34,11 +34,6 @@ class PerImage(Metric):
 
     def update(self, index: Tensor, scores: Tensor) -> None:
         """Add a batch: indices [B], scores [B, A]."""
-        if index.dim() != 1 or scores.shape != (len(index), self.columns):
-            raise ValueError(
-                f"scores must be [{len(index)}, {self.columns}] for indices [B], got "
-                f"{list(scores.shape)} and {list(index.shape)}"
-            )
         self.index.append(index)
         self.scores.append(scores.detach().to(self.column_dtype))
 

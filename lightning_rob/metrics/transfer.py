@@ -56,8 +56,6 @@ def transfer_ranking(accuracy: Tensor) -> list[int]:
     attack a member: the lowest first, ties by order. Line 8 of the algorithm scores a member on its
     own images, which measures how weak it is; the text of the paper means the others.
     """
-    if accuracy.dim() != 2 or len(accuracy) != accuracy.shape[1] or accuracy.isnan().any():
-        raise ValueError(f"accuracy must be [M, M] and known, got {accuracy.tolist()}")
     others = accuracy.double().masked_fill(torch.eye(len(accuracy)).to(accuracy).bool(), 0)
     # The order of a sum changes its last digits; rounding keeps equal members in their order.
     return others.sum(0).round(decimals=9).argsort(stable=True).tolist()

@@ -81,17 +81,6 @@ class AdversarialTraining(RobustModule):
         super().__init__(optimizer, lr_scheduler)
         if not 0 < fraction <= 1:
             raise ValueError(f"fraction must be in (0, 1], got {fraction}")
-        given = f"got {attack} and fraction {fraction}"
-        if trades_beta is not None and mart_beta is not None:
-            raise ValueError(f"give trades_beta {trades_beta} or mart_beta {mart_beta}, not both")
-        # Without a random start the divergence has no gradient: the image is its own target.
-        climbs = is_pgd(attack) and attack.random_start
-        if trades_beta is not None and (fraction != 1 or not climbs):
-            raise ValueError(f"TRADES needs a PGD attack with random_start and fraction 1, {given}")
-        if mart_beta is not None and (fraction != 1 or attack is None):
-            raise ValueError(f"MART needs an attack and fraction 1, {given}")
-        if isinstance(attack, Sequence) and not attack:
-            raise ValueError("attack must be an attack, several or None, got an empty list")
         if union not in ("max", "avg", "random"):
             raise ValueError(f"union must be 'max', 'avg' or 'random', got {union!r}")
         if awp is not None and not awp > 0:
@@ -99,9 +88,17 @@ class AdversarialTraining(RobustModule):
         at_least(1, draws=draws)
         self.net = (net(),)  # a tuple: a second submodule would save the weights twice
         self.defense = defense(self.net[0])
-        if (trades_beta, mart_beta) != (None, None) and not isinstance(self.defense, Single):
-            name = "MART" if trades_beta is None else "TRADES"
-            raise ValueError(f"{name} is for a single network, got {type(self.defense).__name__}")
+        fits = attack is not None and fraction == 1 and isinstance(self.defense, Single)
+        # Without a random start the divergence has no gradient: the image is its own target.
+        climbs = is_pgd(attack) and attack.random_start
+        given = f"got {attack}, fraction {fraction} and {type(self.defense).__name__}"
+        if trades_beta is not None and not (fits and climbs and mart_beta is None):
+            raise ValueError(
+                "TRADES needs a PGD attack with random_start, fraction 1, a single network and no "
+                f"mart_beta, {given}"
+            )
+        if mart_beta is not None and not fits:
+            raise ValueError(f"MART needs an attack, fraction 1 and a single network, {given}")
         self.attack = tuple(attack) if isinstance(attack, Sequence) else attack
         self.union, self.fraction = union, fraction
         self.trades_beta, self.mart_beta, self.awp = trades_beta, mart_beta, awp

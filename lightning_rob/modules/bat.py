@@ -194,8 +194,6 @@ class BARRE(SequentialTraining):
         **options: Any,
     ) -> None:
         at_least(1, search_every=search_every, search_images=search_images, search_from=search_from)
-        if options.get("probs") is not None:
-            raise ValueError("BARRE finds its probabilities by itself: leave out probs")
         super().__init__(net, attack, epochs, **options)
         if self.stage:  # the members before it keep the weights of their checkpoints
             self._start_from_the_one_before()

@@ -251,7 +251,6 @@ def test_a_transform_without_gradient_is_refused_at_once():
         ({"size": 2}, "size must be 1 … 1"),
         ({"gradients": "bpda"}, "need approximations of GaussianNoise"),
         ({"gradients": "exactly"}, "gradients must be of"),
-        ({"shared_order": "batch"}, "got 'batch': see SurrogateTransforms"),
     ],
 )
 def test_bad_input(arguments, message):

@@ -240,9 +240,9 @@ FIXED = PGD(THREAT, 1, 0.1, random_start=False)
 REFUSED = [
     ({"fraction": 1.5}, r"fraction must be in \(0, 1\], got 1.5"),
     ({"awp": 0.0}, "awp must be a positive share such as 0.005, got 0.0"),
-    ({"mart_beta": 5.0, "attack": None}, "MART needs an attack and fraction 1, got None"),
-    ({"mart_beta": 5.0, "trades_beta": 6.0}, "give trades_beta 6.0 or mart_beta 5.0, not both"),
-    ({"trades_beta": 6.0, "defense": random_defense}, "TRADES is for a single network, got Ran"),
+    ({"mart_beta": 5.0, "attack": None}, "MART needs an attack, fraction 1 and .*, got None"),
+    ({"mart_beta": 5.0, "trades_beta": 6.0}, "TRADES needs .* and no mart_beta"),
+    ({"trades_beta": 6.0, "defense": random_defense}, "TRADES needs .* and RandomTransforms"),
     ({"trades_beta": 6.0, "attack": FIXED}, "TRADES needs a PGD attack with random_start"),
 ]
 

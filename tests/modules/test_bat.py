@@ -72,9 +72,7 @@ def test_barre_goes_on_from_the_member_before_and_searches_the_probabilities():
     assert torch.equal(again.defense.weights, module.defense.weights)
 
 
-def test_barre_without_images_to_search_or_with_probabilities_is_refused():
-    with pytest.raises(ValueError, match="finds its probabilities by itself"):
-        BARRE(TinyNet, Spy(), epochs=1, probs=[0.9, 0.1])
+def test_barre_without_images_to_search_is_refused():
     module = BARRE(TinyNet, Spy(), epochs=1, members=2, monitor=None, search_from=2)
     loader = DataLoader(list(zip(*batch(), strict=True)), 4)
     with pytest.raises(MisconfigurationException, match="use a data module of"):

@@ -86,8 +86,10 @@ def run(config: CompareConfig) -> None:
 def _read(path: Path) -> ResultFile:
     if path.is_dir():
         files = sorted(str(file) for file in path.rglob("images/*.csv"))
-        named = " or ".join(files) or "but `lightning-rob test` has left none there"
-        raise ValueError(f"{path} is a folder: name a record in it, {named}")
+        if len(files) != 1:
+            named = " or ".join(files) or "but `lightning-rob test` has left none there"
+            raise ValueError(f"{path} is a folder: name a record in it, {named}")
+        path = Path(files[0])
     return read_result_file(path)
 
 
