@@ -25,6 +25,7 @@ from lightning_rob.commands.specs import class_name, short
 from lightning_rob.evaluation.records import versions
 from lightning_rob.nets.hub import CONFIG, ENTRY, WEIGHTS
 from lightning_rob.nets.weights import named_tensors
+from lightning_rob.recipes.trust import OWNERS
 from lightning_rob.runtime.files import atomic_write, atomic_write_text
 from lightning_rob.runtime.identity import fingerprint
 
@@ -39,7 +40,6 @@ HEAD = """library_name: lightning-rob
 pipeline_tag: image-classification
 tags: [adversarial-robustness]
 """
-TRUSTED = ("lightning_rob", "lightning", "torch", "torchvision", "torchmetrics", "timm", "kornia")
 FORMAT = 1
 # Entries of a Lightning checkpoint that only a resumed training needs.
 TRAINING = re.compile(
@@ -120,7 +120,7 @@ def model_card(run: Run) -> str:
         Heading(2, "Use"),
     ]
     imported = re.findall(r"\"class_path\": \"(\w+)\.", json.dumps(model))
-    packages = sorted(set(imported) - set(TRUSTED))
+    packages = sorted(set(imported) - OWNERS)
     use = USE.format(allowed=f", allow_import={packages}" if packages else "")
 
     # The records of the training and of tests lie beside the checkpoint, and beside this run.
