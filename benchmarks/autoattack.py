@@ -92,10 +92,6 @@ def auto(counted, threat, seed, passes=PASSES):
     return lambda x, y: attack(defense, x, y, torch.Generator().manual_seed(seed))
 
 
-def adapter(counted, threat, seed):
-    return own(counted, threat, seed, reference=True)
-
-
 def pyautoattack(counted, threat, seed):
     import pyautoattack
 
@@ -113,7 +109,6 @@ def torchattacks(counted, threat, seed):
 
 PACKAGES = {  # row -> package, and how its attack is built
     "pyautoattack": ("pyautoattack", pyautoattack),
-    "`reference=True`": ("pyautoattack", adapter),
     "`AutoAttack`": ("lightning_rob", own),
     "`Auto`": ("lightning_rob", auto),
     "torchattacks": ("torchattacks", torchattacks),

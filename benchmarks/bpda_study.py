@@ -13,7 +13,8 @@ Networks and defenses are kept in --folder.
 
 The second command has the paper's list (appendix A.3) of 25 transforms, 21 with a gradient, and its
 ranges; the first, eight and six others with ranges of their own. The radius of Swirl is scaled
-down from 224 pixels, windows to 3 or 5.
+down from 224 pixels, windows to 3 or 5. --largest_error leaves out transforms whose network has a
+larger mean squared error on held-out images, or one above the identity's.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from lightning_rob.defenses import RandomTransforms
 from lightning_rob.metrics import robust_accuracy
 from lightning_rob.metrics.intervals import student
 from lightning_rob.nets import SmallCNN
+from lightning_rob.plots import blank, save
 from lightning_rob.randomness import derive_seed
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import named
@@ -156,13 +158,14 @@ def cell(accuracies):
 def study(name, transforms, nets, data, options):
     """Return one row of the table: the cells by column."""
     train_x, train_y, x, y = data
-    torch.manual_seed(0)
+    torch.manual_seed(options.seed)
     net = SmallCNN(10, 3, options.width, Patches10.mean, Patches10.std)
     defense = RandomTransforms(
         net, transforms, options.size, DRAWS_OF_AN_ANSWER, approximations=nets
     )
     asked = options.size, options.resolution, options.train, options.training_epochs, options.width
-    saved = options.folder / f"{name}_{'_'.join(map(str, asked))}_{len(transforms)}.pt"
+    asked += (len(transforms),) if options.seed == 0 else (len(transforms), f"seed{options.seed}")
+    saved = options.folder / f"{name}_{'_'.join(map(str, asked))}.pt"
     if not saved.exists():
         torch.save(
             train(defense, train_x, train_y, options.training_epochs, name).state_dict(), saved
@@ -182,6 +185,23 @@ def study(name, transforms, nets, data, options):
     return cells
 
 
+@torch.no_grad()
+def picture(known, nets, image, path):
+    """Draw a photograph, its transforms and what their networks make of it (Figs. 2 and 7)."""
+    figure = blank(1.0 * len(nets) + 0.9, 3.3)
+    axes = figure.subplots(3, len(nets))
+    for column, (name, net) in zip(axes.T, nets.items(), strict=True):
+        parameters = known[name].sample(image[None], chance(5))
+        shown = image[None], known[name](image[None], *parameters), net(image[None], *parameters)
+        for axis, pixels in zip(column, shown, strict=True):
+            axis.imshow(pixels[0].permute(1, 2, 0).clamp(0, 1).numpy())
+            axis.set(xticks=[], yticks=[])
+        column[0].set_title(name, fontsize=8)
+    for axis, title in zip(axes[:, 0], ("photograph", "transform", "network"), strict=True):
+        axis.set_ylabel(title, fontsize=8)
+    save(figure, path)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--folder", type=Path, default=Path("logs/bpda_study"))
@@ -193,10 +213,13 @@ def main():
     parser.add_argument("--images", type=int, default=40, help="test images")
     parser.add_argument("--train", type=int, default=1500, help="training images")
     parser.add_argument("--epochs", type=int, default=5, help="of the BPDA networks; paper 10")
+    parser.add_argument("--largest_error", type=float, help="of a network; leave others out")
     parser.add_argument("--training_epochs", type=int, default=20, help="of the defenses")
+    parser.add_argument("--seed", type=int, default=0, help="of the defense's first weights")
     parser.add_argument("--width", type=int, default=16, help="of the CNN")
     parser.add_argument("--steps", type=int, default=STEPS, help="of the attack")
     parser.add_argument("--batch", type=int, default=40, help="images attacked at a time")
+    parser.add_argument("--picture", type=Path, help="PNG of transforms and their networks")
     parser.add_argument("--quick", action="store_true", help="does it run at all? in a minute")
     options = parser.parse_args()
     if options.quick:
@@ -217,13 +240,19 @@ def main():
         radius = tuple(options.resolution / 224 * pixels for pixels in (10, 200))
         differentiable = differentiable | {"Swirl": {"radius": radius, "strength": (0.01, 2.0)}}
     others = WHOLE_OTHERS if options.whole else OTHERS
-    kinds = {"all": differentiable | others, "differentiable": differentiable}
+    kinds = {"all": differentiable | others, "differentiable": dict(differentiable)}
     kinds = {name: kind for name, kind in kinds.items() if options.only in (name, None)}
     nets, learnt = {}, []
     known = named(next(iter(kinds.values())))
     for name, transform in tqdm(known.items(), "BPDA networks", leave=False):
         nets[name], about = approximation(transform, everything[0], options)
         learnt.append(f"| {name} | {about['error']:.5f} | {about['identity']:.5f} |")
+        if options.largest_error and about["error"] > min(options.largest_error, about["identity"]):
+            for kind in kinds.values():
+                kind.pop(name, None)
+            del nets[name]
+    if options.picture:
+        picture(known, nets, everything[2][0], options.picture)
     lines = [f"| transforms | {' | '.join(COLUMNS)} |", "|---|" + len(COLUMNS) * "---|"]
     for name, transforms in kinds.items():
         cells = study(name, transforms, nets, everything, options)
@@ -232,7 +261,9 @@ def main():
             lines.append(f"| {title} | {' | '.join(str(row.get(c, '')) for c in COLUMNS)} |")
     lines += ["", "| transform | MSE of its network | of the identity |", "|---|---|---|", *learnt]
     minutes = time.process_time() / 60
-    asked = ", ".join(f"{k} {v}" for k, v in vars(options).items() if k not in ("folder", "out"))
+    asked = ", ".join(
+        f"{k} {v}" for k, v in vars(options).items() if k not in ("folder", "out", "picture")
+    )
     text = "\n".join([*lines, "", f"{minutes:.1f} minutes of processor time; {asked}."])
     options.out.write_text(text + "\n")
     print(text)

@@ -35,7 +35,6 @@ SUITE = [f"tests/{n}.py" for n in ("test_memory", "attacks/test_waits", "attacks
 NEAR = Threat("linf", 2 / 255)  # of the nets of `speed`, which are hardly robust
 NETS = {"ResNet-20": ResNet20, "WRN-28-10": lambda: WideResNet(28, 10)}
 VARIANTS = {"plain": {}, "bf16": {"autocast": "bfloat16"}, "compile": {"compile": True}}
-VARIANTS["graphs"] = {"compile": "reduce-overhead"}
 PEERS = {"torchattacks": ("PGD-20", "APGD-100", "AutoAttack")}
 PEERS["pyautoattack"] = PEERS["torchattacks"][1:]
 

@@ -1,8 +1,6 @@
-"""How often the verdict on robust overfitting errs, and what it says of a real training.
+"""How often the verdict on robust overfitting errs: simulated validations, 10 minutes.
 
-    python benchmarks/overfitting.py                # simulated validations, 10 minutes
-    python benchmarks/overfitting.py --fit          # digits, 5 minutes
-    python benchmarks/overfitting.py --fit --train 500 --epochs 40
+    python benchmarks/overfitting.py
 
 Simulated: each image has a margin, a part of which moves from epoch to epoch with correlation rho;
 it is right where the margin is positive. "naive" compares the epoch that is best on all images with
@@ -11,10 +9,7 @@ the last one on the same images; "half" chooses on the even images and compares 
 """
 
 import argparse
-import logging
-from functools import partial
 from itertools import product
-from tempfile import mkdtemp
 
 import numpy as np
 import torch
@@ -36,10 +31,10 @@ def validations(rng, accuracies, n, rho):
     return torch.tensor(np.array(rows)).float()
 
 
-def ours(scores, train=None):
+def ours(scores):
     best = ()
     for epoch, val in enumerate(scores):
-        last = EpochScores(epoch, 0, val, None if train is None else train[epoch])
+        last = EpochScores(epoch, 0, val)
         best = better(best, last)
     return Overfitting.of(best, last)
 
@@ -87,56 +82,8 @@ def simulate(repetitions):
     print(f"\nfell / covered in % of {repetitions}; 2.5 % is drawn as {low:.1%} to {high:.1%}")
 
 
-def fit(train, epochs, seeds, width):
-    from lightning.pytorch import Trainer, seed_everything
-
-    from lightning_rob import PGD, AdversarialTraining, RobustCheckpoint, RobustEval, Threat
-    from lightning_rob.data import Digits5k
-    from lightning_rob.nets import SmallCNN
-
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    threat = Threat("linf", 0.2)
-    for seed in range(seeds):
-        seed_everything(seed, verbose=False)
-        module = AdversarialTraining(
-            partial(SmallCNN, width=width),
-            PGD(threat, 5, 0.06, random_start=True),
-            optimizer=lambda weights: torch.optim.Adam(weights, 0.002),
-        )
-        attacks = {"pgd": PGD(threat, 10, 0.05)}
-        evaluation = RobustEval(attacks, every_n_epochs=4, train_images=True)
-        folder = mkdtemp()
-        checkpoint = RobustCheckpoint(dirpath=folder)
-        trainer = Trainer(
-            max_epochs=epochs,
-            accelerator="cpu",
-            callbacks=[evaluation, checkpoint],
-            default_root_dir=folder,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        data = Digits5k(
-            batch_size=64, eval_batch_size=250, limit_train=train, augment=[], seed=seed
-        )
-        trainer.fit(module, data)
-        gap = [float(one.accuracy("pgd")) for one in (evaluation.train_result, evaluation.result)]
-        print(
-            f"seed {seed}: at the end {gap[0]:.1%} on training, {gap[1]:.1%} on validation images"
-        )
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--repetitions", type=int, default=1000)
-    parser.add_argument("--fit", action="store_true")
-    parser.add_argument("--train", type=int, default=200)
-    parser.add_argument("--epochs", type=int, default=120)
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--width", type=int, default=16)
-    args = parser.parse_args()
     torch.set_num_threads(1)
-    if args.fit:
-        fit(args.train, args.epochs, args.seeds, args.width)
-    else:
-        simulate(args.repetitions)
+    simulate(parser.parse_args().repetitions)

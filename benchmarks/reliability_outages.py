@@ -1,4 +1,4 @@
-"""A monitor that notifies, through kills, full disks, receivers that hang and clocks that jump.
+"""A monitor that notifies, through kills, full disks and receivers that hang.
 
     python benchmarks/reliability_outages.py [--only kills]
 
@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections import Counter
 from contextlib import contextmanager
-from datetime import datetime, timedelta
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -29,13 +28,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 from benchmarks.reliability_monitor import come, ended, fit, forked, history, monitor
-from lightning_rob.commands.monitor import history as monitor_history
 from lightning_rob.commands.monitor import notify
 from tests.commands.test_notify import Receiver
 from tests.tiny import ROOT
 
 ALARM = "--alarm=robust/worst=0.999"  # every checkpoint is alarmed
-KILLS, DISKS, JUMPS, MANY, FITS = 20, 5, (90_000, -180_000, 90_000), 500, 3
+KILLS, DISKS, MANY, FITS = 20, 5, 500, 3
 
 
 def events(folder, kind):
@@ -167,46 +165,6 @@ def hang(top, source):
     return [(what, f"0/{total} lost", found)]
 
 
-def with_clock(offset, work):
-    """Do work with a clock that is off by the seconds in a file; timestamps of files are right."""
-    real = time.time
-
-    def seconds():
-        return float(offset.read_text() or 0)
-
-    class Clock(datetime):
-        @classmethod
-        def now(cls, tz=None):
-            return datetime.now(tz) + timedelta(seconds=seconds())
-
-    time.time = lambda: real() + seconds()
-    monitor_history.datetime = Clock
-    work()
-
-
-def clock(top, source):
-    """Let the clock jump forth and back during a monitor that evaluates again every 24 hours."""
-    folder, total = run_of(source, top / "clock")
-    over, offset = folder / "over", folder / "offset"
-    offset.write_text("0")
-    with Receiver() as receiver:
-        options = ("--reevaluate=24", f"--until={over}")
-        child = forked(lambda: with_clock(offset, lambda: watch(folder, receiver, *options)))
-        for number in range(len(JUMPS) + 1):
-            until(lambda: len(events(folder, "evaluated")) == total + number)  # noqa: B023
-            time.sleep(2)  # for an evaluation too many
-            offset.write_text(str(sum(JUMPS[: number + 1])))
-        over.touch()
-        code = ended(child)
-        wanted, lost, twice = delivered(folder, receiver)
-        receiver.shutdown()
-    again = len(events(folder, "evaluated")) - total
-    what = f"the clock jumps by {', '.join(f'{jump / 3600:+g} h' for jump in JUMPS)} with "
-    what += "--reevaluate 24: the newest evaluated again once a jump, every alarm notified once"
-    found = f"{again}, {wanted - lost}/{wanted} notified, {twice} twice, exit code {code}"
-    return [(what, f"{len(JUMPS)}", found)]
-
-
 def memory(top, source):
     """Watch many checkpoints, and read the monitor's memory."""
     folder = top / "memory"
@@ -285,7 +243,7 @@ def training(folder):
     return ["fit", "--config=madry_digits", *(f"--{k}={v}" for k, v in options.items())]
 
 
-PARTS = {part.__name__: part for part in (kills, disk, hang, clock, memory, cost)}
+PARTS = {part.__name__: part for part in (kills, disk, hang, memory, cost)}
 
 
 def figures(names=tuple(PARTS)) -> list[tuple[str, str, str]]:

@@ -35,7 +35,7 @@ def trained(folder):
     from lightning_rob.cli.lightning_cli import RobustCLI
 
     logs = f"--trainer.logger={{class_path: TensorBoardLogger, init_args: {{save_dir: {folder}}}}}"
-    options = ["--config", str(RECIPE), logs, f"--model.init_args.defense.cache={folder}"]
+    options = ["--config", str(RECIPE), logs]
     if not (checkpoints := sorted(folder.rglob("last.ckpt"))):
         command_line(["fit", *options, "--test_after_fit=false"])
         checkpoints = sorted(folder.rglob("last.ckpt"))

@@ -43,6 +43,7 @@ from lightning_rob.threat import Threat
 
 ANSWERS, BATCH = 10, 50
 SHARED, SIX = SurrogateTransforms(), aggmo(6)
+MOMENTA, BUFFERS = (0.5, 0.75, 0.9, 0.99), (2, 3, 4, 8)  # of Fig. 10
 SGM_TOO = (SHARED, SGM(0.5))
 
 
@@ -51,6 +52,8 @@ def attacks(steps, draws, eps):
         return PGD(Threat("linf", eps), steps, eps / 16, objective, draws=draws, **options)
 
     plain = {"objective": linear, "backward": SHARED}
+    momenta = {f"linear, momentum {m:g}": (m,) for m in MOMENTA}
+    momenta |= {f"linear + AggMo of {count}": aggmo(count) for count in BUFFERS}
     return {
         "baseline (EoT)": pgd(expected_ce),
         "EoT, shared order": pgd(expected_ce, backward=SHARED),
@@ -67,6 +70,7 @@ def attacks(steps, draws, eps):
         "linear + AggMo, paper": pgd(**plain, ascent=AggMo(SIX, "paper")),
         "linear + SGM + AggMo": pgd(linear, backward=SGM_TOO, momentum=SIX),
         "baseline + AggMo": pgd(expected_ce, momentum=SIX),
+        **{name: pgd(**plain, momentum=each) for name, each in momenta.items()},
     }
 
 
@@ -165,7 +169,10 @@ def main():
     parser.add_argument("--eps", type=float, default=8, help="of 255, linf; a step is a 16th")
     parser.add_argument("--steps", type=int, nargs="+", default=[50, 200])
     names = list(attacks(1, 1, 1))
-    parser.add_argument("--only", nargs="+", choices=names, help="rows", metavar="ROW")
+    usual = names[: -len(MOMENTA + BUFFERS)]  # the others run where --only names them
+    parser.add_argument(
+        "--only", nargs="+", choices=names, default=usual, help="rows", metavar="ROW"
+    )
     parser.add_argument(
         "--against", default=names[0], choices=names, help="row of the differences", metavar="ROW"
     )
@@ -185,7 +192,7 @@ def main():
     games = {(0, "clean"): None}
     for steps in options.steps:
         for name, attack in attacks(steps, options.draws, options.eps / 255).items():
-            if not options.only or name in options.only:
+            if name in options.only:
                 games[steps, name] = attack
     for (steps, name), attack in track(list(games.items()), "attacks"):
         key = f"{name}, {steps} steps, {setting}"

@@ -48,7 +48,7 @@ REFERENCE = {  # page: title, and the modules whose public names it lists
         "metrics.corruption_error.corruption_error",
     ),
     "audit": ("Audit", "audit.auditor", "audit.report", "audit.target"),
-    "certify": ("Certificates", "certify", "certify.bounds"),
+    "certify": ("Certificates", "certify.smoothing"),
     "nets": ("Networks", "nets"),
     "data": ("Data", "data"),
     "transforms": ("Transforms", "transforms", "transforms.nondifferentiable", "transforms.bpda"),

@@ -1,9 +1,9 @@
-"""Figures: accuracy curves, heat maps, the gallery of images."""
+"""Figures: accuracy curves, heat maps, the gallery of images, the convergence of a search."""
 
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import accumulate, cycle
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
+from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 # Okabe and Ito (2008): distinct for the colour-blind, and in grey by their order.
@@ -74,8 +75,6 @@ class Curve:
 
 def curves(lines: Sequence[Curve], x_label: str, y_label: str) -> Figure:
     """Draw accuracies in per cent, each line with a band of its intervals; distinct in grey too."""
-    if not lines:
-        raise ValueError("curves needs at least one line, got none")
     figure = blank(5.6, 4.2)
     axes = figure.add_subplot()
     colors = cycle(COLORS)
@@ -149,6 +148,26 @@ def trace(found: Any) -> Figure:
     return figure
 
 
+def convergence(objectives: Sequence[float | None], label: str) -> Figure:
+    """Draw the objective of each trial [N], the first untuned, None if failed, and the best."""
+    found = {i: o for i, o in enumerate(objectives) if o is not None}
+    figure = blank(5.6, 3.6)
+    axes = figure.add_subplot()
+    axes.plot([*found], [*found.values()], "o", color=COLORS[0], markersize=4, label="trials")
+    # The best so far, continued to the last trial, also one that failed.
+    best = list(accumulate(found.values(), max))
+    ends = [*found, len(objectives) - 1]
+    axes.step(ends, [*best, best[-1]], where="post", color=COLORS[2], label="best so far")
+    if 0 in found:
+        axes.axhline(found[0], color="0.5", linestyle="--", linewidth=1, label="untuned")
+    axes.set_xlabel("trial")
+    axes.set_ylabel(label)
+    _grid_lines(axes)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.legend(loc="outside upper left", ncols=5, columnspacing=1.2, frameon=False)
+    return figure
+
+
 def heat_map(
     matrix: Tensor,
     rows: Sequence[str],
@@ -159,11 +178,6 @@ def heat_map(
     unit: str = "accuracy in %",
 ) -> Figure:
     """Draw a matrix [R, C] in [0, 1] as numbers in per cent, with shades that span 0 to 100 %."""
-    if matrix.shape != (len(rows), len(columns)):
-        raise ValueError(
-            f"a matrix {list(matrix.shape)} needs as many names, "
-            f"got {len(rows)} rows and {len(columns)} columns"
-        )
     percent = 100 * matrix.detach().cpu().double()
     figure = blank(max(CELL * len(columns), 1.2) + 1.7, max(CELL * len(rows), 1.2) + 1.1)
     axes = figure.add_subplot()
@@ -226,8 +240,6 @@ def gallery(
     All perturbations are amplified by one factor, which the figure states; mid-grey is no change.
     `attacks` are the names of the two attacks, `names` the classes' names; None numbers them.
     """
-    if not rows:
-        raise ValueError("a gallery needs at least one case, got none")
     name = str if names is None else names.__getitem__
     shown = [p for row in rows for p in (row.weak, row.strong)]
     classes = {row.label for row in rows} | {k for p in shown for k in p.classes.tolist()}

@@ -282,8 +282,8 @@ class Threat:
 class ThreatPerImage(Threat):
     """A ball of its own radius, eps * radii [B], around each image of one batch.
 
-    Attacks that read every length in units of `unit`, and take the part `of` the images they still
-    work on, attack within these balls; see `Attack.takes_radii`.
+    PGD and APGD attack within such balls: they read every length in units of `unit`, and take the
+    part `of` the images that they still work on.
     """
 
     radii: Tensor = field(kw_only=True)

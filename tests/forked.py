@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from multiprocessing import forkserver
 from pathlib import Path
@@ -30,11 +30,13 @@ def _forks() -> multiprocessing.context.ForkServerContext:
     return context
 
 
-def _call(function: Callable, args: tuple, env: dict[str, str], out: str, error: str) -> None:
+def _call(
+    function: Callable, args: tuple, env: dict[str, str], folder: str, out: str, error: str
+) -> None:
     """Call a function in a forked process with the environment and output of its own."""
     os.environ.clear()
     os.environ.update(env)
-    os.chdir(ROOT)
+    os.chdir(folder)
     for descriptor, path in ((1, out), (2, error)):
         with open(path, "w") as file:
             os.dup2(file.fileno(), descriptor)
@@ -47,14 +49,17 @@ class Forked:
 
     Args:
         function: importable, of `args`.
+        folder: its working folder.
         env: variables of its environment besides those of this process.
     """
 
-    def __init__(self, function: Callable, *args: object, **env: str) -> None:
-        folder = tempfile.mkdtemp()
-        self.out, self.error = Path(folder, "out"), Path(folder, "error")
+    def __init__(
+        self, function: Callable, *args: object, folder: Path | str = ROOT, **env: str
+    ) -> None:
+        output = tempfile.mkdtemp()
+        self.out, self.error = Path(output, "out"), Path(output, "error")
         settings = os.environ | {"PYTHONPATH": str(ROOT)} | env
-        given = (function, args, dict(settings), str(self.out), str(self.error))
+        given = (function, args, dict(settings), str(folder), str(self.out), str(self.error))
         self.process = _forks().Process(target=_call, args=given)
         self.process.start()
 
@@ -75,6 +80,14 @@ def start(*args: object, **env: str) -> Forked:
 def forked(*args: object, **env: str) -> CompletedProcess[str]:
     """Run the command to its end."""
     return start(*args, **env).wait()
+
+
+def forked_child(
+    line: Sequence[str], env: Mapping[str, str] | None = None, cwd: Path | str = ".", **_: object
+) -> tuple[int, str]:
+    """Run the command as `lightning_rob.runtime.spread.run_child` does, which starts Python."""
+    done = Forked(main, list(line[3:]), folder=Path(cwd).resolve(), **(env or {})).wait()
+    return done.returncode, done.stderr
 
 
 def two_ranks(*args: object) -> CompletedProcess[str]:

@@ -231,7 +231,7 @@ class Page:
         if "attacks" in content:
             callback = {"class_path": "RobustEval", "init_args": content}
             content = {"trainer": {"callbacks+": [callback]}}
-        content = shrunk(content, MOST | {"every_n_epochs": 1})
+        content = shrunk(content, MOST | {"every_n_epochs": 1}, CHEAP | NARROW)
         Path("block.yaml").write_text(yaml.safe_dump(content))
         if "model" in content:
             write_checkpoints(Path("block.yaml"))

@@ -2,7 +2,9 @@
 
 import json
 import re
+from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from lightning_rob.attacks.nested import walk
 from lightning_rob.callbacks.base import EvaluationCallback
 from lightning_rob.cli.lightning_cli import RobustCLI
 from lightning_rob.data import ImageData
+from lightning_rob.evaluation.evaluator import Evaluator
 from lightning_rob.nets import PreActResNet18, ResNet20, SmallCNN, ZooNet
 from lightning_rob.recipes.plugins import expand
 from lightning_rob.threat import Threat, pixels
@@ -24,6 +27,7 @@ from tests.tiny import (
     ROOT,
     pgd,
     recipe,
+    records,
     refused,
     robust_eval,
     run,
@@ -96,9 +100,20 @@ class Grey(Colour):
 
 
 @pytest.fixture(autouse=True)
-def few_directions(monkeypatch):
-    """Slopes of two images along two directions each: what a check finds is tested elsewhere."""
+def few_checks(monkeypatch, request):
+    """Slopes of two images along two directions each: what a check finds is tested elsewhere.
+
+    Images under each attack are checked in `test_recipe_runs`; plug-ins have many attacks.
+    """
+    check = Evaluator._check
+
+    def of_clean(self, name, *images):
+        if name == "clean":
+            check(self, name, *images)
+
     monkeypatch.setattr("lightning_rob.evaluation.columns.FEWEST_PAIRS", 4)
+    if request.node.originalname.startswith("test_callback"):
+        monkeypatch.setattr(Evaluator, "_check", of_clean)
 
 
 def content_of(file):
@@ -117,14 +132,23 @@ def plugged(file):
     return callback
 
 
+@cache
+def class_folders(count):
+    """Return a folder of as many empty ones, which all recipes share: to delete them takes long."""
+    root = Path(mkdtemp(dir=Path.cwd()))
+    for k in range(count):
+        (root / f"{k:04}").mkdir()
+    return root
+
+
 def make_folders(file):
     """Create the folders of the classes, where a recipe reads image files."""
     data = content_of(file)["data"]
     if data["class_path"] == "Images":
         root = Path(data["init_args"]["root"])
+        root.mkdir(parents=True)
         for part in ("train", "val"):
-            for k in range(1000 if root.name == "imagenet" else 10):
-                (root / part / f"{k:04}").mkdir(parents=True)
+            (root / part).symlink_to(class_folders(1000 if root.name == "imagenet" else 10))
 
 
 MOST = {  # largest value of each option
@@ -139,7 +163,7 @@ CHEAP = {  # class -> options
 }
 NARROW = {
     **{name: {"widths": [4, 4, 4]} for name in ("ResNet20", "ResNet32")},
-    **{name: {"width": 4} for name in ("DANNResNet18", "MNISTNet")},
+    **{name: {"width": 4} for name in ("DANNResNet18", "MNISTNet", "PreActResNet18")},
 }
 
 
@@ -223,15 +247,16 @@ def test_recipe_builds_with_its_own_data(file, tmp_path, monkeypatch):
 
 def write_checkpoints(file):
     """Write the checkpoints that a recipe of trained networks reads."""
-    options = content_of(file)["model"]["init_args"]
+    options, small = content_of(file)["model"]["init_args"], PreActResNet18(width=4)
+    widths = NARROW["ResNet20"]
     if options.get("members") == 1:
-        found = {options["checkpoints"]: PreActResNet18().state_dict()}
+        found = {options["checkpoints"]: small.state_dict()}
     elif isinstance(options["checkpoints"], str):
-        states = [dverge_state(ResNet20(shortcut="B").state_dict()) for _ in range(3)]
+        states = [dverge_state(ResNet20(shortcut="B", **widths).state_dict()) for _ in range(3)]
         found = {options["checkpoints"]: {f"model{i}": s for i, s in enumerate(states)}}
     else:
         zoo = "ZooNet" in file.read_text()
-        nets = [ZooNet("resnet18", classes=1000)] * 2 if zoo else [ResNet20(), PreActResNet18()]
+        nets = [ZooNet("resnet18", classes=1000)] * 2 if zoo else [ResNet20(**widths), small]
         found = {p: n.state_dict() for p, n in zip(options["checkpoints"], nets, strict=True)}
     for path, state in found.items():
         Path(path).parent.mkdir(exist_ok=True)
@@ -258,7 +283,7 @@ def test_recipe_of_trained_networks_tests(file, tmp_path, monkeypatch, capsys):
     line = refused(capsys, "test", "--config", file, EMBEDDED, *SMALL)
     assert "No such file or directory: 'checkpoints/" in line
     write_checkpoints(file)
-    run("test", "--config", shortened(file), EMBEDDED, *SMALL)
+    run("test", "--config", shortened(file, cheap=CHEAP | NARROW), EMBEDDED, *SMALL)
     shown = capsys.readouterr().out
     attacks = ["transfer_pgd"] if "DENT" in file.read_text() else ["adaptive_pgd", "arc"]
     for name in ("PretrainedEnsemble", "clean", "worst", *attacks):
@@ -285,6 +310,18 @@ def test_callbacks_plug_into_a_recipe(files, tmp_path, monkeypatch):
     for content, kind in zip(contents, kinds[-len(files) :], strict=True):
         assert set(content["init_args"].get("attacks", ())) <= found
         assert kind.endswith(content["class_path"])
+
+
+def test_plugins_add_up_and_an_attack_in_several_runs_once(tmp_path):
+    plain = recipe(tmp_path, **{"trainer__callbacks+": [], "model__init_args__monitor": None})
+    plugins = [f"--trainer.callbacks+={name}" for name in ("adaptive_pgd", "rec_suite")]
+    run("fit", "--config", plain, "--trainer.max_epochs=2", "--model.epochs=1", *plugins)
+    names = [r["name"] for r in records(tmp_path) if r["epoch"] == 0 and r["name"] != "clean"]
+    assert sorted(names) == sorted({*names})
+    assert {"adaptive_pgd", "adaptive_pgd_logits", "arc", "worst"} <= set(names)
+    worst = next(r for r in records(tmp_path) if r["name"] == "worst")
+    assert worst["over"][0] == "adaptive_pgd"
+    assert {"arc", "climb"} <= {*worst["over"]}
 
 
 @pytest.mark.parametrize("file", [p for p in RT_ONLY if p.stem != "rt_best"], ids=lambda p: p.stem)

@@ -33,7 +33,6 @@ def evaluate(folder, checkpoint, batch_size, *args):
     folder.mkdir()
     attacks = {"apgd": pgd(random_start=True, restarts=2), "arc": arc(random_start=True)}
     attacks |= {"square": auto("square"), "autoattack": auto("apgd-ce", "apgd-dlr")}
-    attacks["package"] = auto("apgd-ce", "square", reference=True)
     data = {"class_path": "tests.tiny.Blobs", "init_args": {"test_size": 53}}
     callbacks = [
         robust_eval(attacks, repeats=2, group_size=16),
@@ -51,13 +50,12 @@ def evaluate(folder, checkpoint, batch_size, *args):
 
 
 def test_two_processes_and_any_batch_size_leave_the_same_records(trained, tmp_path):
-    """AutoAttack by its authors, which depends on the batch, included."""
     first, *others = [
         evaluate(tmp_path / f"{size}{len(args)}", trained, size, *args)
         for size, args in [(53, []), (7, []), (32, TWO)]
     ]
     figures = {line["name"]: line for line in first[0] if line["name"] != "clean"}
-    whole = ("apgd", "arc", "square", "autoattack", "package")
+    whole = ("apgd", "arc", "square", "autoattack")
     expected = dict.fromkeys(whole, 53) | {"few": 20, "worst": 20}
     assert {name: line["n"] for name, line in figures.items()} == expected
     assert figures["apgd"]["group_size"] == 16

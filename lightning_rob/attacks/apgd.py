@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from lightning_rob.attacks.base import Attack, check_norm
 from lightning_rob.attacks.budget import PassCount
 from lightning_rob.attacks.foreign import scores_of
 from lightning_rob.attacks.gradient import ObjectiveAt, ObjectiveGradient
-from lightning_rob.attacks.nested import map_attacks
 from lightning_rob.attacks.pgd import better, is_certain
 from lightning_rob.attacks.targeted import wrong_classes
 from lightning_rob.defenses import Defense
@@ -73,8 +72,7 @@ class APGD(Attack):
 
     def __post_init__(self) -> None:
         at_least(1, steps=self.steps, restarts=self.restarts, draws=self.draws)
-        if self.targets < 0:
-            raise ValueError(f"targets must not be negative, got {self.targets}")
+        at_least(0, targets=self.targets)
         check_norm(self, math.inf, 2, 1)
 
     def is_made_for(self, suite_kind: str, rule: Rule) -> bool:
@@ -86,6 +84,17 @@ class APGD(Attack):
         # Each phase also evaluates its start, and the last one the value of its end.
         run = sum(2 * (steps + 1) for _, steps in self._phases(self.threat)) + (self.targets > 0)
         return count.drawn(self.draws) * (2 + runs * run)
+
+    def with_effort(self, effort: int) -> Self:
+        """Return the attack with this number of steps, which for l1 are those of short runs.
+
+        In l1 a run settles early on the pixels that it moves: another start finds more than more
+        steps.
+        """
+        if self.threat.p != 1:
+            return replace(self, steps=effort)
+        runs = max(effort // SHORT, 1)
+        return replace(self, steps=effort // runs, restarts=runs)
 
     def _phases(self, threat: Threat) -> list[tuple[Threat, int]]:
         """Return the balls in which a run climbs one after the other, and the steps in each."""
@@ -277,38 +286,20 @@ class SparseAscent(Ascent):
         self.x_adv = threat.project(self.x_adv + step, self.x)
 
 
-def in_short_runs(attack: Attack, passes: int, count: PassCount) -> Attack:
-    """Return an attack whose APGD for l1 takes as many short runs as the passes allow.
-
-    In l1 a run settles early on the pixels that it moves: another start finds more than more steps.
-    """
-    if attack.threat.p != 1:
-        return attack
-
-    def of_runs(restarts: int) -> Attack:
-        runs = {"steps": SHORT, "restarts": restarts}
-        return map_attacks(attack, lambda part: runs if isinstance(part, APGD) else {})
-
-    return of_runs(max(passes // of_runs(1).cost(count), 1))
-
-
 def _moved(x_adv: Tensor, x: Tensor) -> Tensor:
     """Return how many values [b] of each image have changed."""
     return (x_adv != x).flatten(1).sum(1)
 
 
-def surface_point(
-    threat: Threat, x: Tensor, generator: Generator = None, share: float = 1.0
-) -> Tensor:
-    """Draw images [B, …] on the surface of the ball, or at a share of its radius."""
+def surface_point(threat: Threat, x: Tensor, generator: Generator = None) -> Tensor:
+    """Draw images [B, …] on the surface of the ball."""
     if threat.p == 1:
-        ball = replace(threat, eps=share * threat.eps)
-        return ball.project(x + normal(x, *x.shape[1:], generator=generator), x)
+        return threat.project(x + normal(x, *x.shape[1:], generator=generator), x)
     if threat.p == math.inf:
         direction = 2 * uniform(x, *x.shape[1:], generator=generator) - 1
     else:
         direction = normal(x, *x.shape[1:], generator=generator)
-    radius = share * threat.eps * threat.unit(x)
+    radius = threat.eps * threat.unit(x)
     delta = scale(direction, radius / divisor(threat.size(direction), 1e-12))
     return threat.apply(threat.confine(delta, x), x)
 

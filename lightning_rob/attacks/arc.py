@@ -58,8 +58,9 @@ class ARC(Attack):
         neighbours: number of competing classes searched for the nearest boundary, those with the
             largest logits, G in the paper; None searches all.
         random_start: start from a random point of the ball.
-        start: start from the images that this attack returns, where they are no worse than the
-            clean ones: ARC is then never weaker than it. None is the clean images, as in the paper.
+        start: start from the images that this attack of the same threat returns, where they are no
+            worse than the clean ones: ARC is then never weaker than it. None is the clean images,
+            as in the paper.
         early_stop: stop on images that every member misclassifies, and on images that an iteration
             left unchanged. Never raises the accuracy, up to rounding, which depends on the batch
             size. Members must be deterministic.
@@ -81,10 +82,6 @@ class ARC(Attack):
         check_norm(self, math.inf, 2)
         if self.threat.relative:
             raise ValueError(f"ARC is for a radius in pixel units, got {self.threat}")
-        if self.start and (self.random_start or self.start.threat != self.threat):
-            raise ValueError(
-                f"start must be of threat {self.threat}, without random_start, got {self.start}"
-            )
 
     @property
     def local_radius(self) -> float:
@@ -214,7 +211,6 @@ def arc_linear(
         x: [B, …] points, of the shape of a w.
         y: [B] labels in {-1, +1}.
         threat: norm and radius; its bounds are not used, as in the paper.
-
     """
     if not ((y == 1) | (y == -1)).all():
         raise ValueError(f"labels must be -1 or +1, got {sorted(set(y.tolist()))}")

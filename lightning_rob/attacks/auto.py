@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_rob.attacks.apgd import APGD, in_short_runs
+from lightning_rob.attacks.apgd import APGD
 from lightning_rob.attacks.arc import ARC
 from lightning_rob.attacks.backward import SurrogateTransforms
 from lightning_rob.attacks.base import Attack
@@ -80,25 +80,14 @@ class Auto(Attack):
     Args:
         threat: linf, l2 or l1, in pixel units.
         passes: the largest number of forward and backward passes of an image; see `Budgeted`.
-        stand_in: share of the passes from which a small network learns what lies before a part,
-            where no other slope is of use (BPDA); 0 trains none.
-
-    Raises:
-        ValueError: no passes, a share outside [0, 1), another threat; when called, too few passes
-            for the schedule.
-        TypeError: when called on a defense that adapts: run its `schedule`; on a transformation
-            ensemble of which no member has a gradient.
     """
 
     threat: Threat
     passes: int = 1000
-    stand_in: float = 0.02
-    notes: list[AutoResult] | None = field(default=None, init=False, repr=False, compare=False)
+    results: list[AutoResult] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         at_least(1, passes=self.passes)
-        if not 0 <= self.stand_in < 1:
-            raise ValueError(f"stand_in is a share of the passes, in [0, 1), got {self.stand_in:g}")
         check_threat(self.threat)
 
     @property
@@ -119,24 +108,25 @@ class Auto(Attack):
         # The climb and ARC drop images, which labels behind which a defense rejects do not allow.
         if kind in ("single", "ensemble") or (kind == "randomized" and per_image_layers(defense)):
             opening = int(OPENING * passes)
-            first: Attack = Budgeted(in_short_runs(self._apgd(defense), opening, count), opening)
+            first: Attack = Budgeted(self._apgd(defense), opening)
         else:
             opening = int(OPENING_FOR_KIND * passes)
             first = replace(self, passes=opening).schedule(defense, classes)
-        search = Search(self.threat, defense, x, y, generator, classes, self.stand_in)
+        search = Search(self.threat, defense, x, y, generator, classes)
         return self._noted(search.run(first, opening, passes))
 
     def __call__(
         self, defense: Defense, x: Tensor, y: Tensor, generator: Generator = None
     ) -> Tensor:
-        before = len(self.results)
+        before = len(self.results or [])
         x_adv = super().__call__(defense, x, y, generator)
-        del self.results[before:-1]  # of a run that was repeated, as its gradients were not finite
+        if self.results:  # without those of a run that was repeated, just inside the bounds
+            del self.results[before:-1]
         return x_adv
 
     def _noted(self, found: AutoResult) -> Tensor:
-        if self.notes is not None:
-            self.notes.append(found)
+        if self.results is not None:
+            self.results.append(found)
         return found.x_adv
 
     def find(
@@ -145,18 +135,13 @@ class Auto(Attack):
         """Attack images, and return the attack that was found beside them; as a call otherwise."""
         noting = self.noting()
         x_adv = noting(defense, x, y, generator)
-        return replace(noting.results[-1], x_adv=x_adv)
+        return replace(noting.results[-1], x_adv=x_adv)  # type: ignore[index]
 
     def noting(self) -> "Auto":
         """Return the same attack, which keeps the `results` of its calls."""
         noting = replace(self)
-        object.__setattr__(noting, "notes", [])
+        object.__setattr__(noting, "results", [])
         return noting
-
-    @property
-    def results(self) -> list[AutoResult]:
-        """The results of the calls, batch by batch, if it keeps them."""
-        return [] if self.notes is None else self.notes
 
     def schedule(self, defense: Defense, classes: int = 10) -> Attack:
         """Return the attacks for this kind of defense, each with its share of the passes.
@@ -184,10 +169,7 @@ class Auto(Attack):
             return OnDifferentiable(Budgeted(pgd, self.passes))
         parts = self._shares(kind, defense, classes)
         free = self.passes - members * len(parts)  # Strongest evaluates each
-        count, given = PassCount(defense, torch.empty(0), classes), []
-        for share, attack in parts:
-            each = max(int(share * free), 1)
-            given.append(Budgeted(in_short_runs(attack, each, count), each))
+        given = (Budgeted(attack, max(int(share * free), 1)) for share, attack in parts)
         return Strongest(tuple(given))
 
     def _apgd(self, defense: Defense) -> APGD:

@@ -1,11 +1,9 @@
-"""AutoAttack, the suite that ranks robust networks: this package's own, or in its authors' code."""
+"""AutoAttack, the suite that ranks robust networks."""
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +14,13 @@ from lightning_rob.attacks.base import Attack, check_norm
 from lightning_rob.attacks.budget import PassCount, shared
 from lightning_rob.attacks.execution import Work, run_in_chunks
 from lightning_rob.attacks.fab import FAB
-from lightning_rob.attacks.foreign import ScoreNetwork, isolated_streams, scores
+from lightning_rob.attacks.foreign import ScoreNetwork, scores
 from lightning_rob.attacks.pgd import is_certain
 from lightning_rob.attacks.square import Square
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.per_image import restricted_to
 from lightning_rob.objectives import check_logits, expected_ce, expected_dlr
-from lightning_rob.randomness import Generator, seed_from, uniform
+from lightning_rob.randomness import Generator
 from lightning_rob.rules import Rule, mean_logits, mean_probs
 from lightning_rob.runtime.errors import at_least
 from lightning_rob.runtime.memory import images_at_once
@@ -30,12 +28,11 @@ from lightning_rob.threat import Threat
 
 STAGES = {
     "standard": ("apgd-ce", "apgd-t", "fab-t", "square"),
-    "plus": ("apgd-ce", "apgd-dlr", "fab", "square", "apgd-t", "fab-t"),
     "rand": ("apgd-ce", "apgd-dlr"),
 }
-CLASSES = {"apgd-ce": 2, "apgd-dlr": 3, "apgd-t": 4, "fab": 2, "fab-t": 2, "square": 2}  # needed
+CLASSES = {"apgd-ce": 2, "apgd-dlr": 3, "apgd-t": 4, "fab-t": 2, "square": 2}  # needed
 TARGETS = 9  # wrong classes attacked in turn
-NORMS = {math.inf: "Linf", 2.0: "L2", 1.0: "L1"}
+Version = Literal["standard", "rand", "custom"]
 
 
 @dataclass(frozen=True)
@@ -49,16 +46,15 @@ class AutoAttack(Attack):
     loss there.
 
     The stages have the settings of the authors' code. Noise is drawn for each image: its result
-    does not depend on the batch. With `reference` it is that code, the package pyautoattack, which
-    draws noise for a batch, and whose warnings go to the logger "auto-attack".
+    does not depend on the batch.
 
     Args:
         threat: a ball for linf, l2 or l1.
         version: "standard" (APGD-CE, APGD-T, FAB-T, Square with 5,000 queries; for l1 with five
-            restarts of APGD-CE and five classes of APGD-T), "plus" (all six),
-            "rand" (APGD-CE and APGD-DLR on the mean gradient of 20 predictions), or "custom".
+            restarts of APGD-CE and five classes of APGD-T), "rand" (APGD-CE and APGD-DLR on the
+            mean gradient of 20 predictions), or "custom".
         attacks: the attacks of a "custom" version, in this order and with one restart, else as in
-            the standard version: "apgd-ce", "apgd-dlr", "apgd-t", "fab", "fab-t", "square".
+            the standard version: "apgd-ce", "apgd-dlr", "apgd-t", "fab-t", "square".
         batch_size: number of images attacked at a time; None for as many as a CPU's caches hold,
             on other devices for the whole batch. The images that a stage leaves are put together
             for the next: give the evaluation a large `group_size`, and this the size that fills
@@ -66,37 +62,27 @@ class AutoAttack(Attack):
         early_stop: as of `APGD`, where the attacked function is what the defense predicts by.
         passes: forward and backward passes of an image through the attacked function, in place of
             the numbers of steps and queries, whose proportions stay; None leaves these.
-
-    Raises:
-        ValueError: when called, fewer classes or passes than the attacks need.
-        ModuleNotFoundError: when called with `reference`, without the package.
     """
 
     made_for: ClassVar[tuple[str, ...]] = ("ensemble",)
     splits_batches: ClassVar[bool] = True
+    stops_on_gradient_logits: ClassVar[bool] = True
     knowledge: ClassVar[str] = "the weights and the predictions; Square uses the predictions alone"
     threat: Threat
-    version: Literal["standard", "plus", "rand", "custom"] = "standard"
+    version: Version = "standard"
     attacks: tuple[str, ...] | None = None
     draws: int | None = None
     batch_size: int | None = None
     queries: int = 5000
-    reference: bool = False
     early_stop: bool = True
     passes: int | None = None
 
     def __post_init__(self) -> None:
         attacks = None if self.attacks is None else tuple(self.attacks)
         object.__setattr__(self, "attacks", attacks)
-        check_norm(self, *NORMS)
-        if self.reference and self.threat.relative:
-            raise ValueError(f"pyautoattack is for a radius in pixel units, got {self.threat}")
-        if self.reference and self.threat.bounds != (0, 1):
-            raise ValueError(f"pyautoattack needs images in [0, 1], not in {self.threat.bounds}")
-        if self.version not in ("standard", "plus", "rand", "custom"):
-            raise ValueError(
-                f"version must be 'standard', 'plus', 'rand' or 'custom', got {self.version!r}"
-            )
+        check_norm(self, math.inf, 2, 1)
+        if self.version not in get_args(Version):
+            raise ValueError(f"version must be of {get_args(Version)}, got {self.version!r}")
         if (self.version == "custom") != bool(attacks):
             raise ValueError(
                 f"attacks are for version 'custom', and it needs some, got {attacks} for "
@@ -106,23 +92,6 @@ class AutoAttack(Attack):
             raise ValueError(f"attacks must be of {list(CLASSES)}, got {sorted(unknown)}")
         counts = {"draws": self.draws, "batch_size": self.batch_size, "passes": self.passes}
         at_least(1, queries=self.queries, **counts)
-        if self.reference and self.passes is not None:
-            raise ValueError(f"the steps of pyautoattack are fixed, got passes={self.passes}")
-
-    @property
-    def batch_dependent(self) -> bool:  # type: ignore[override]
-        return self.reference
-
-    @property
-    def stops_on_gradient_logits(self) -> bool:  # type: ignore[override]
-        return not self.reference
-
-    def require_package(self) -> None:
-        if self.reference and find_spec("pyautoattack") is None:
-            raise ModuleNotFoundError(
-                "AutoAttack(reference=True) needs pyautoattack: pip install "
-                '"lightning-rob[autoattack]"'
-            )
 
     def is_made_for(self, suite_kind: str, rule: Rule) -> bool:
         return super().is_made_for(suite_kind, rule) and rule in (mean_logits, mean_probs)
@@ -140,8 +109,6 @@ class AutoAttack(Attack):
 
     def _function(self, count: PassCount) -> PassCount:
         """Return the count of the function that the stages attack."""
-        if self.reference:
-            super().cost(count)  # an error: the passes of the authors' code are not known
         target = MeanPrediction(count.defense, self.draws, count.x.device)
         return PassCount(target, count.x, count.classes)
 
@@ -159,10 +126,6 @@ class AutoAttack(Attack):
         return shared(stages, self.passes - 1 - len(stages), function)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        if self.reference:
-            size = self.batch_size or len(x)
-            found = run_in_chunks(self._by_package, size, defense, x, y, generator)
-            return self.threat.project(found, x)
         target, x_final = MeanPrediction(defense, self.draws, x.device), x.clone()
         left = ActiveBatch(positions(x), x, y.long(), derived(generator, 0))
         clean = self._in_chunks(_logits, target, left, x, left.generator)
@@ -197,19 +160,17 @@ class AutoAttack(Attack):
         """Return the attacks of this version, APGD with early stopping or without."""
         names = self.attacks or STAGES[self.version]
         self._check_classes(names, classes)
-        fewer = self.threat.p == 1 and self.version != "plus"  # the authors' choice for l1
-        often = self.version == "plus" or (self.version == "standard" and self.threat.p == 1)
+        in_l1 = self.threat.p == 1  # the authors' choices for l1
         ce = APGD(
             self.threat,
-            restarts=5 if often else 1,
+            restarts=5 if in_l1 and self.version == "standard" else 1,
             draws=20 if self.version == "rand" else None,
             early_stop=early_stop,
         )
         stages = {
             "apgd-ce": ce,
             "apgd-dlr": replace(ce, objective=expected_dlr),
-            "apgd-t": APGD(self.threat, targets=5 if fewer else TARGETS, early_stop=early_stop),
-            "fab": FAB(self.threat, targets=0, restarts=5 if self.version == "plus" else 1),
+            "apgd-t": APGD(self.threat, targets=5 if in_l1 else TARGETS, early_stop=early_stop),
             "fab-t": FAB(self.threat, targets=TARGETS),
             "square": Square(self.threat, self.queries),
         }
@@ -225,53 +186,6 @@ class AutoAttack(Attack):
                     f"{name} needs {CLASSES[name]} classes or more, the defense has {classes}: "
                     f"give version='custom' and attacks={fitting}"
                 )
-
-    def _by_package(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Run the authors' code on one batch, in the single precision that it needs."""
-        self.require_package()
-        import pyautoattack
-
-        drawn = uniform(torch.zeros(len(x), device=x.device), generator=generator)
-        seed, single = seed_from(drawn), x.float().contiguous()
-        noise = torch.Generator(x.device).manual_seed(seed)
-
-        def model(images: Tensor) -> Tensor:
-            return scores(defense, images.to(x.dtype), noise, self.draws).float()
-
-        # The package seeds torch's global streams, makes tensors of torch's default type, which has
-        # to be that of its images, and ends `sys.settrace`.
-        trace, dtype = sys.gettrace(), torch.get_default_dtype()
-        with isolated_streams():
-            try:
-                torch.set_default_dtype(torch.float32)
-                with torch.no_grad():
-                    logits = model(single)
-                check_logits(logits[None], y)
-                suite = pyautoattack.AutoAttack(
-                    model,
-                    attacks=self.attacks and list(self.attacks),
-                    device=x.device,
-                    eps=self.threat.eps,
-                    norm=NORMS[self.threat.p],
-                    seed=seed,
-                    version=self.version,
-                )
-                classes = logits.shape[-1]
-                self._check_classes(suite.attacks_to_run, classes)
-                for part in (suite.apgd_targeted, suite.fab):
-                    part.n_target_classes = min(part.n_target_classes, classes - 1)
-                if self.version == "custom":  # the package's default is 5, the standard's is 1
-                    suite.apgd.n_restarts = suite.fab.n_restarts = 1
-                    if self.threat.p == 1:
-                        suite.apgd.use_largereps = suite.apgd_targeted.use_largereps = True
-                        suite.apgd_targeted.n_target_classes = min(5, classes - 1)
-                suite.square.n_queries = self.queries
-                found, _ = suite.run_standard_evaluation(single, y.long(), batch_size=len(x))
-            finally:
-                torch.set_default_dtype(dtype)
-                sys.settrace(trace)
-        # Images that the package left alone must not lose digits to single precision.
-        return torch.where(found == single, x, found.to(x.dtype))
 
 
 @torch.no_grad()

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_rob.attacks.acceptance import towards_acceptance
 from lightning_rob.attacks.backward import Backwards, InsideBounds, entered
 from lightning_rob.attacks.budget import Counted
 from lightning_rob.attacks.contexts import attacking, evaluating, foldable_networks
-from lightning_rob.attacks.execution import Work, restoring, run_in_chunks
+from lightning_rob.attacks.execution import Work, restoring, run_in_chunks, towards_acceptance
 from lightning_rob.attacks.folding import FoldingError
 from lightning_rob.attacks.nested import mapped_arguments, walk
 from lightning_rob.attacks.sight import Sight, own_sight
@@ -31,7 +30,6 @@ from lightning_rob.runtime.memory import images_at_once
 from lightning_rob.threat import Norm, Threat, pixels
 
 ENOUGH = 16  # images without a gradient are no accident
-IN_L1 = ("Auto", "AutoAttack", "APGD", "FAB", "LatticeClimber", "PGD or Square")
 HAIR = 1e-4  # of the pixels' range, from the bounds
 
 
@@ -66,9 +64,7 @@ def check_norm(attack: "Attack", *orders: float) -> None:
     """Raise ValueError unless the threat's norm is one of these, 2 or infinity."""
     if attack.threat.p not in orders:
         names = " and ".join("linf" if p == math.inf else f"l{p:g}" for p in orders)
-        kind, norm = type(attack).__name__, attack.threat.norm
-        instead = f": for l1 take {', '.join(IN_L1)}" if attack.threat.p == 1 else ""
-        raise ValueError(f"{kind} is for {names}, not for norm {norm}{instead}")
+        raise ValueError(f"{type(attack).__name__} is for {names}, not {attack.threat.norm}")
 
 
 def set_step_size(attack: Any) -> None:
@@ -194,9 +190,6 @@ class Attack(Counted, ABC):
         The kind is that of `lightning_rob.attacks.auto.suite_kind`.
         """
         return suite_kind in self.made_for
-
-    def require_package(self) -> None:
-        """Raise ModuleNotFoundError without an optional package that the attack needs."""
 
     def strategies(self, defense: Defense) -> "list[tuple[float, Attack]]":
         """Return the attacker's strategies against this defense with their probabilities.

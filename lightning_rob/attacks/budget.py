@@ -65,14 +65,14 @@ class Counted:
 
     def least(self, count: PassCount) -> int:
         """Return the passes that an image costs with the fewest steps."""
-        return self._with_effort(1).cost(count)
+        return self.with_effort(1).cost(count)
 
     def within(self, passes: int, count: PassCount) -> Self:
         """Return the attack with the most steps that cost an image no more than these passes."""
         passes = self.affordable(passes, count)
         efforts = range(1, passes + 1)
-        cost = lambda effort: self._with_effort(effort).cost(count)  # noqa: E731
-        return self._with_effort(bisect_right(efforts, passes, key=cost))
+        cost = lambda effort: self.with_effort(effort).cost(count)  # noqa: E731
+        return self.with_effort(bisect_right(efforts, passes, key=cost))
 
     def affordable(self, passes: int, count: PassCount) -> int:
         """Return the passes that are left for the attack, after those for the number of classes."""
@@ -84,7 +84,8 @@ class Counted:
             )
         return passes - count.asked
 
-    def _with_effort(self, effort: int) -> Self:
+    def with_effort(self, effort: int) -> Self:
+        """Return the attack with this number of steps."""
         return replace(self, **{self.effort: effort})  # type: ignore[type-var]
 
 

@@ -126,10 +126,6 @@ class CW(Attack):
 
     def __post_init__(self) -> None:
         at_least(1, steps=self.steps, binary_steps=self.binary_steps, draws=self.draws)
-        for name in ("step_size", "initial_const"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        at_least(0, confidence=self.confidence)
         check_norm(self, 2)
 
     def cost(self, count: PassCount) -> int:

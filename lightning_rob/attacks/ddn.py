@@ -37,9 +37,6 @@ class DDN(Attack):
         gamma: relative change of the norm in a step.
         first_norm: the norm of the first perturbation, in pixel units. Steps along the gradient
             have lengths of 1 to 0.01, times the range of the bounds.
-
-    Raises:
-        TypeError: when called on a random defense, for which one wrong prediction is no proof.
     """
 
     smallest_norm: ClassVar[bool] = True
@@ -51,10 +48,6 @@ class DDN(Attack):
 
     def __post_init__(self) -> None:
         at_least(1, steps=self.steps)
-        if not 0 < self.gamma < 1:
-            raise ValueError(f"gamma must be in (0, 1), got {self.gamma}")
-        if not self.first_norm > 0:
-            raise ValueError(f"first_norm must be positive, got {self.first_norm}")
         check_norm(self, 2)
 
     def cost(self, count: PassCount) -> int:

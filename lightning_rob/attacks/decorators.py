@@ -1,31 +1,30 @@
 """Attacks that wrap another attack, and a corruption in the place of an attack."""
 
+import copy
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch._functorch import config as functorch_config
 
-from lightning_rob.attacks.active_set import positions, rows_of
-from lightning_rob.attacks.backward import Backward, entered, other_forward
+from lightning_rob.attacks.active_set import derived, positions, rows_of
+from lightning_rob.attacks.backward import Backward, Forward, entered, other_forward
 from lightning_rob.attacks.base import Attack, is_batch_separable
 from lightning_rob.attacks.budget import PassCount
 from lightning_rob.attacks.execution import run_in_chunks
 from lightning_rob.attacks.nested import walk
-from lightning_rob.attacks.residual import Forward
 from lightning_rob.defenses import Defense
-from lightning_rob.randomness import Generator
+from lightning_rob.objectives import check_labels
+from lightning_rob.randomness import Generator, Streams
 from lightning_rob.runtime.errors import at_least
-from lightning_rob.runtime.precision import in_float32
 from lightning_rob.threat import Threat, choose, scale
+from lightning_rob.transforms import Transform
 
 HALVINGS = 12
 AWAY_FROM_IMAGE = 0.499 / 255  # turns rounding to the nearest into rounding away from the image
-
-Precision = Literal["bfloat16", "float16"]
 
 
 @dataclass(frozen=True)
@@ -63,11 +62,12 @@ class Budgeted(AttackDecorator):
 
     A pass is one forward or one backward pass of one image through one network: a step of PGD costs
     two, on an ensemble of M members 2 M, on n draws of a random defense 2 n. No image costs more;
-    images that leave early cost fewer. The attack's own number of steps (`queries` of Square) is
-    not used; all its other arguments hold. PGD with n steps cannot cross the ball if n times its
-    step size is below 2 eps: take APGD, which chooses its own. MinimalNorm divides the passes
-    equally among its radii; AutoAttack and Strongest keep the proportions of their attacks. Where
-    the number of classes decides, one image is predicted first, within the budget.
+    images that leave early cost fewer. The attack's own number of steps (`queries` of Square,
+    `radii` of MinimalNorm) is not used; all its other arguments hold. PGD with n steps cannot cross
+    the ball if n times its step size is below 2 eps: take APGD, which chooses its own; in l1 it
+    takes many short runs, in place of its restarts. AutoAttack and Strongest keep the proportions
+    of their attacks. Where the number of classes decides, one image is predicted first, within the
+    budget.
 
     Args:
         attack: one whose passes are known before it runs: not TAA, PAA, GMSA or ThroughAdaptation,
@@ -87,12 +87,7 @@ class Budgeted(AttackDecorator):
 
 @dataclass(frozen=True)
 class Chunked(AttackDecorator):
-    """Attack a few images at a time: the same images up to rounding, in less memory.
-
-    Raises:
-        ValueError: an attack whose results depend on the whole batch.
-        TypeError: when called on a defense whose predictions depend on the whole batch.
-    """
+    """Attack a few images at a time: the same images up to rounding, in less memory."""
 
     splits_batches: ClassVar[bool] = True
     images: int
@@ -116,64 +111,39 @@ class Chunked(AttackDecorator):
 class Accelerated(AttackDecorator):
     """Run an attack on compiled networks, or with gradients in a lower precision.
 
-    Compiling costs tens of seconds for each network and image size. Gradients in half precision or
-    TF32 are not exact, and **the attack may be weaker**: compare (docs/performance.md). Under
-    `autocast` every forward pass without gradients keeps full precision; under `tf32` none does.
-    The evaluation itself always runs in full precision.
+    Compiling costs tens of seconds for each network and image size. Gradients in half precision
+    are not exact, and **the attack may be weaker**: compare (docs/performance.md). Every forward
+    pass without gradients keeps full precision.
 
     Args:
-        compile: run networks by `torch.compile`; "reduce-overhead" also records CUDA graphs, which
-            spare the launches of kernels where networks or batches are small, and keep memory for
-            each network and shape.
+        compile: run networks by `torch.compile`.
         autocast: precision of the networks' gradients; None leaves it.
-        tf32: let NVIDIA GPUs round the inputs of float32 convolutions and matrix products to 10
-            bits of mantissa, which attacks otherwise forbid. Changes nothing on a CPU.
-
-    Raises:
-        TypeError: when called, with compile or autocast, on a defense that names no networks.
     """
 
-    compile: bool | Literal["reduce-overhead"] = False
-    autocast: Precision | None = None
-    tf32: bool = False
+    compile: bool = False
+    autocast: Literal["bfloat16", "float16"] | None = None
 
     def __post_init__(self) -> None:
-        inner = list(walk(self.attack))
-        if any(isinstance(part, Accelerated) for part in inner):
-            raise ValueError("accelerated twice: give compile, autocast and tf32 to one of them")
-        rounded = self.autocast or self.tf32
-        if rounded and any(part.stops_on_gradient_logits for part in inner):
+        if self.autocast and any(part.stops_on_gradient_logits for part in walk(self.attack)):
             raise ValueError(
-                f"leave out early_stop or {'autocast' if self.autocast else 'tf32'}: rounded "
-                "logits would decide which images are fooled"
+                "leave out early_stop or autocast: rounded logits would decide which images are "
+                "fooled"
             )
-        if not self.compile and not rounded:
-            raise ValueError("nothing to accelerate by: give compile=True, autocast or tf32=True")
-        if self.autocast is not None and self.autocast not in get_args(Precision):
-            raise ValueError(f"autocast must be of {get_args(Precision)}, got {self.autocast!r}")
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        if self.compile == "reduce-overhead" and x.device.type != "cuda":
-            raise ValueError(
-                f"reduce-overhead is for NVIDIA GPUs, got images on {x.device}: give compile: true"
-            )
-        nets = defense.foldable_networks if self.compile or self.autocast else []
         # ARC, FAB and DeepFool differentiate one forward pass several times.
         kept = functorch_config.patch(donated_buffer=False) if self.compile else nullcontext()
-        with kept, other_forward(nets, self._accelerate), in_float32(self.tf32 or None):
+        with kept, other_forward(defense.foldable_networks, self._accelerate):
             return self.attack.perturb(defense, x, y, generator)
 
     def _accelerate(self, forward: Forward) -> Forward:
-        mode = self.compile if isinstance(self.compile, str) else None
-        fast: Forward = torch.compile(forward, mode=mode) if self.compile else forward
+        fast: Forward = torch.compile(forward) if self.compile else forward
         dtype = getattr(torch, self.autocast) if self.autocast else None
 
         def accelerated(x: Tensor) -> Tensor:
             rounded = dtype and torch.is_grad_enabled() and x.requires_grad
             with torch.autocast(x.device.type, dtype) if rounded else nullcontext():
-                logits = fast(x)
-            # The next call of a CUDA graph writes into the logits of the last one.
-            return logits.clone() if mode else logits
+                return fast(x)
 
         return accelerated
 
@@ -230,3 +200,90 @@ def quantize(x_adv: Tensor, x: Tensor, threat: Threat) -> Tensor:
 
 def _round_to_8_bits(x: Tensor) -> Tensor:
     return (x * 255).round().clamp(0, 255) / 255
+
+
+@dataclass(frozen=True)
+class NoAttack(Attack):
+    """Return the images unchanged."""
+
+    ignores_state: ClassVar[bool] = True
+    threat: Threat
+
+    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        return x
+
+
+@dataclass(frozen=True)
+class RandomCorners(Attack):
+    """The best of some random corners of the ball, without a search."""
+
+    threat: Threat
+    tries: int = 10
+
+    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        best, lowest = x, x.new_full((len(x),), torch.inf)
+        for _ in range(self.tries):
+            tried = self.threat.corner(x, generator)
+            with torch.no_grad():
+                found = defense(tried, generator)
+            check_labels(y, found.shape[-1])
+            score = found.gather(1, y[:, None])[:, 0].to(lowest)
+            wins = score < lowest
+            best = choose(wins, tried, best)
+            lowest = torch.where(wins, score, lowest)
+        return best
+
+
+@dataclass(frozen=True)
+class RandomStart(Attack):
+    """One random point of the ball, without a prediction of the defense."""
+
+    threat: Threat
+
+    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        return self.threat.start(x, generator if isinstance(generator, Streams) else None)
+
+
+@dataclass(frozen=True)
+class CommonCorruption(Attack):
+    """Corrupt images by a random transform that does not depend on the defense.
+
+    Args:
+        attack: an attack on the corrupted images, around which its ball is; None corrupts alone.
+    """
+
+    knowledge: ClassVar[str] = "nothing: images are corrupted whatever the defense"
+    transform: Transform
+    attack: Attack | None = None
+
+    def __post_init__(self) -> None:
+        if self.attack:
+            object.__setattr__(self, "knowledge", f"{self.knowledge}; then {self.attack.knowledge}")
+
+    @property
+    def threat(self) -> Threat:  # type: ignore[override]
+        """All images."""
+        return Threat("linf", 1.0)
+
+    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        corrupted = self.transform(x, *self.transform.sample(x, generator))
+        if self.attack is None:
+            return corrupted
+        return self.attack.perturb(defense, corrupted, y, derived(generator, 0))
+
+
+@dataclass(frozen=True)
+class DoublePrecision(AttackDecorator):
+    """An attack that computes in double precision, on a copy of the defense."""
+
+    strategies = Attack.strategies  # the attack sees the copy
+
+    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        found = self.attack(doubled(defense), x.double(), y, generator)
+        return self.threat.project(found.to(x.dtype), x)
+
+
+@torch.no_grad()  # with gradients, the copied weights of TorchScript would be no leaves
+def doubled(defense: Defense) -> Defense:
+    """Return a copy of the defense in double precision."""
+    return copy.deepcopy(defense).double()

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from lightning_rob.attacks.active_set import ActiveBatch, derived, positions
-from lightning_rob.attacks.apgd import surface_point
 from lightning_rob.attacks.base import Attack, check_norm
 from lightning_rob.attacks.budget import PassCount
 from lightning_rob.attacks.foreign import scores
@@ -42,29 +41,21 @@ class FAB(Attack):
     Args:
         threat: the ball and the bounds; linf, l2 or l1.
         targets: number of wrong classes, by falling score of the clean image, whose boundaries are
-            searched, each in a run of its own; with more than there are, all of them. 0 moves to
-            the nearest of all boundaries, at the price of a gradient for each.
-        restarts: number of runs, of each target; the first from the image, others from random
-            points at half the radius.
+            searched, each in a run of its own; with more than there are, all of them.
     """
 
     threat: Threat
     steps: int = 100
     targets: int = 9
-    restarts: int = 1
     draws: int | None = None
 
     def __post_init__(self) -> None:
-        at_least(1, steps=self.steps, restarts=self.restarts, draws=self.draws)
-        if self.targets < 0:
-            raise ValueError(f"targets must not be negative, got {self.targets}")
+        at_least(1, steps=self.steps, targets=self.targets, draws=self.draws)
         check_norm(self, math.inf, 2, 1)
 
     def cost(self, count: PassCount) -> int:
-        wrong = count.classes - 1
-        targets, gradients = (min(self.targets, wrong), 1) if self.targets else (1, wrong)
-        run = self.steps * (2 + gradients)  # linearise, differentiate, evaluate
-        return count.drawn(self.draws) * (1 + targets * self.restarts * run)
+        run = 3 * self.steps  # linearise, differentiate, evaluate
+        return count.drawn(self.draws) * (1 + min(self.targets, count.classes - 1) * run)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         noise, y = derived(generator, 0), y.long()
@@ -74,17 +65,12 @@ class FAB(Attack):
         order = wrong_classes(clean, y)
         left = Search(positions(x), x, y, noise, x, order).select(clean.argmax(-1) == y)
         x_final = x.clone()
-        # Each target has runs of its own; all but the first start at random points.
-        targets = [slice(rank, rank + 1) for rank in range(min(self.targets, order.shape[1]))]
-        runs = [(each, n > 0) for each in targets or [slice(None)] for n in range(self.restarts)]
-        for number, (columns, at_random) in enumerate(runs, 1):
+        for rank in range(min(self.targets, order.shape[1])):
             if not len(left):
                 break
-            noise, start = derived(left.generator, number), left.x
-            if at_random:
-                start = surface_point(self.threat, left.x, noise, share=0.5)
-            classes = left.classes[:, columns]
-            run = Search(positions(left.x), left.x, left.y, noise, start, classes)
+            # Each target has a run of its own, from the image.
+            noise, target = derived(left.generator, rank + 1), left.classes[:, rank, None]
+            run = Search(positions(left.x), left.x, left.y, noise, left.x, target)
             x_adv, found = self._search(defense, run)
             x_final[left.index[found]] = x_adv[found]
             left = left.select(~found)
@@ -96,8 +82,8 @@ class FAB(Attack):
         for _ in range(self.steps):
             z = run.x_adv.detach().requires_grad_()
             values = scores(defense, z, run.generator, self.draws)
-            gaps = values.gather(1, run.y[:, None]) - values.gather(1, run.classes)
-            normal, gap = nearest_hyperplane(gaps.to(z), z, self.threat, run.generator)
+            gap = (values.gather(1, run.y[:, None]) - values.gather(1, run.classes))[:, 0].to(z)
+            normal, gap = image_gradient(gap, z, run.generator), gap.detach()
             # Beyond the hyperplane, from z and from x. The image's own projection pulls the next
             # iterate towards it: small perturbations win.
             x, z = run.x, z.detach()
@@ -127,23 +113,7 @@ class Search(ActiveBatch):
     """The searches of the images that are not found yet."""
 
     x_adv: Tensor  # [b, C, H, W] the iterates
-    classes: Tensor  # [b, G] the wrong classes whose boundaries are searched
-
-
-def nearest_hyperplane(
-    gaps: Tensor, z: Tensor, threat: Threat, generator: Generator = None
-) -> tuple[Tensor, Tensor]:
-    """Return the normal [B, …] of the nearest linearised boundary, and the gap [B] to it at z."""
-    normal, nearest_gap = torch.zeros_like(z), gaps[:, 0].detach()
-    nearest = torch.full_like(nearest_gap, torch.inf)
-    for rank, gap in enumerate(gaps.unbind(1), 1):
-        w = image_gradient(gap, z, generator, keep=rank < gaps.shape[1])
-        distance = gap.detach().abs() / divisor(threat.dual(w))
-        nearer = distance < nearest
-        normal = choose(nearer, w, normal)
-        nearest_gap = torch.where(nearer, gap.detach(), nearest_gap)
-        nearest = torch.minimum(distance, nearest)
-    return normal, nearest_gap
+    classes: Tensor  # [b, G] wrong classes; the first one's boundary is searched
 
 
 def to_hyperplane(x: Tensor, w: Tensor, gap: Tensor, threat: Threat) -> Tensor:

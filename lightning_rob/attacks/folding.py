@@ -16,8 +16,8 @@ from lightning_rob.defenses.copies import original
 # Pairs (convolution, BatchNorm) of module names, and the memory format of folded weights.
 Plan = tuple[list[tuple[str, str]], torch.memory_format]
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# Tracing costs as much as several steps: each network's plan is kept with the settings it is for.
-_plans: WeakKeyDictionary[nn.Module, tuple[list[Any], Plan]] = WeakKeyDictionary()
+# Tracing costs as much as several steps: each network's plan is kept with the modules it is for.
+_plans: WeakKeyDictionary[nn.Module, tuple[list[int], Plan]] = WeakKeyDictionary()
 _unfoldable: WeakSet[nn.Module] = WeakSet()  # networks whose forward was not the traced one
 
 
@@ -69,8 +69,8 @@ def folded(nets: Iterable[nn.Module]) -> Iterator[None]:
     too or is of a subclass.
 
     The plan holds for the forward that was traced. A forward that branches at random, or on a
-    state that no setting shows, would call a folded convolution without its BatchNorm: each pair
-    checks that its layers are called in turn.
+    state, would call a folded convolution without its BatchNorm: each pair checks that its layers
+    are called in turn.
     """
     undo: list[tuple[nn.Module, dict[str, Any], nn.Module]] = []
     pairs_of: list[_Pair] = []
@@ -86,11 +86,9 @@ def folded(nets: Iterable[nn.Module]) -> Iterator[None]:
             )
             if original(net) in _unfoldable or custom or not any(map(_is_fixed, modules)):
                 continue
-            # Traced again only where a module or a setting has changed.
-            own = original(net)
-            settings = [(id(original(part)), _settings(part)) for part in modules]
-            if own not in _plans or _plans[own][0] != settings:
-                _plans[own] = settings, _trace(net)
+            own, parts = original(net), [id(original(part)) for part in modules]
+            if own not in _plans or _plans[own][0] != parts:
+                _plans[own] = parts, _trace(net)
             pairs, layout = _plans[own][1]
             for conv_name, norm_name in pairs:
                 conv, norm = net.get_submodule(conv_name), net.get_submodule(norm_name)
@@ -121,26 +119,6 @@ def folded(nets: Iterable[nn.Module]) -> Iterator[None]:
 def _is_fixed(module: nn.Module) -> TypeGuard[nn.BatchNorm2d]:
     """Whether a layer is a BatchNorm2d that is affine: it normalises by stored statistics."""
     return type(module) is nn.BatchNorm2d and module.track_running_stats and not module.training
-
-
-def _settings(module: nn.Module) -> list[tuple[str, Any]]:
-    """Return everything that a forward's control flow may read, besides weights and modules."""
-    simple = (bool, int, float, str, tuple, list, dict, set)
-    public = {k: v for k, v in vars(module).items() if not k.startswith("_") and k != "training"}
-    own = vars(original(module))  # an object that was copied with the module is another each time
-    settings: list[tuple[str, Any]] = [
-        (k, repr(v) if isinstance(v, simple) else id(own.get(k, v))) for k, v in public.items()
-    ]
-    if isinstance(module, nn.modules.batchnorm._BatchNorm):
-        return settings  # training changes its statistics at every step, and no branch reads them
-    known = original(module)._buffers
-    for name, buffer in module._buffers.items():
-        if buffer is not None:
-            # by its identity and number of changes, where torch counts them
-            both = known.get(name), buffer
-            changes = [b is None or b.is_inference() or b._version for b in both]
-            settings.append((name, (id(both[0]), *changes)))
-    return settings
 
 
 def _trace(net: nn.Module) -> Plan:

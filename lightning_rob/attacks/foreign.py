@@ -37,7 +37,6 @@ class Foreign(Attack):
         run: function of a network, images [B, C, H, W] and labels [B] that returns images.
         minimal: whether it searches the smallest perturbation: images beyond the ball then count
             as failures and are returned unchanged; otherwise they are an error.
-
     """
 
     batch_dependent: ClassVar[bool] = True

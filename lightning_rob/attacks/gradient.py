@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from lightning_rob.attacks.backward import Backward
+from lightning_rob.attacks.base import Attack
 from lightning_rob.attacks.contexts import attacking
 from lightning_rob.attacks.sight import image_gradient
 from lightning_rob.defenses import Defense
@@ -20,7 +22,7 @@ from lightning_rob.objectives import (
     expected_margin,
     reduction_of,
 )
-from lightning_rob.randomness import Generator
+from lightning_rob.randomness import Generator, Streams
 from lightning_rob.rules import Rule, random_member
 from lightning_rob.threat import choose
 
@@ -157,3 +159,38 @@ def draw_gradients(
             value = objective(draw, weight, y)
             gradients.append(image_gradient(value, x, generator, keep=len(gradients) < draws - 1))
     return torch.stack(gradients)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The objective's values [B, T] in T gradient steps; NaN after an image has left."""
+
+    x_adv: Tensor  # [B, C, H, W] the images that the attack returned
+    loss: Tensor  # [B, T] the objective that it climbs
+    margin: Tensor  # [B, T] the label's logit minus the largest other one, its mean over draws
+    gradient_norm: Tensor  # [B, T] the l2 norm of the gradient by the image
+
+
+def trace(
+    attack: Attack, defense: Defense, x: Tensor, y: Tensor, generator: Generator = None
+) -> Trace:
+    """Attack images [B, C, H, W] one by one, and return what each step saw before it moved.
+
+    The images are bit for bit those that the attack makes of each alone, with this source of noise.
+    Restarts, targets and the attacks inside of others follow one another. `plots.trace` draws it.
+
+    Raises:
+        ValueError: no image, or an attack that asks for no gradient of an objective (Square, FAB).
+    """
+    found, steps = [], []
+    for i in range(len(x)):
+        row = torch.tensor([i], device=x.device)
+        noise = generator[row] if isinstance(generator, Streams) else generator
+        with recorded() as seen:
+            found.append(attack(defense, x[row], y[row], noise))
+        steps.append(torch.stack(seen) if seen else x.new_zeros(0, 3, dtype=torch.float32))
+    if not sum(map(len, steps)):
+        kind = type(attack).__name__
+        raise ValueError(f"{kind} asked for no gradient of an objective on {len(x)} images")
+    loss, margin, norm = pad_sequence(steps, True, torch.nan).unbind(2)
+    return Trace(torch.cat(found), loss, margin, norm)

@@ -79,11 +79,6 @@ class LatticeClimber(Attack):
         step_size: length of the first signed step in pixel units; None is eps / 4.
         classes: number of wrong classes that are tried for each member alone: the runner-up of each
             step, then the next largest logits of the clean image.
-        start: try the images that this attack returns as well: the climb is then never weaker.
-
-    Raises:
-        ValueError: no step, a step size that is not positive, a norm other than linf, l2 and l1, a
-            relative radius, a start with another threat.
     """
 
     lengths: ClassVar[tuple[str, ...]] = ("step_size",)
@@ -93,7 +88,6 @@ class LatticeClimber(Attack):
     steps: int = 40
     step_size: Length | None = None
     classes: int = 3
-    start: Attack | None = None
 
     def __post_init__(self) -> None:
         at_least(1, steps=self.steps, classes=self.classes)
@@ -101,8 +95,6 @@ class LatticeClimber(Attack):
         check_norm(self, math.inf, 2, 1)
         if self.threat.relative:
             raise ValueError(f"LatticeClimber is for a radius in pixel units, got {self.threat}")
-        if self.start and self.start.threat != self.threat:
-            raise ValueError(f"start must be of threat {self.threat}, got {self.start}")
 
     def cost(self, count: PassCount) -> int:
         """Return the largest number of passes that an image costs."""
@@ -114,9 +106,8 @@ class LatticeClimber(Attack):
         else:
             sets = alone + 2**members - 1 - members
             wanted = alone + members * 2 ** (members - 1) - members  # in all sets together
-        start = self.start.cost(count) + count.networks if self.start else 0
         climbing = self.steps * wanted + (self.steps + 1) * sets * count.networks
-        return start + count.networks + climbing
+        return count.networks + climbing
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
@@ -126,9 +117,6 @@ class LatticeClimber(Attack):
         fooled = logits.argmax(-1) != y
         climb = Climb(x.clone(), x.new_full((len(x),), torch.inf), fooled.clone(), fooled.clone())
         climb.take(rows, x, fooled, weights)
-        if self.start:
-            z = self.start.perturb(defense, x, y, generator)
-            climb.take(rows, z, _logits(defense, z).argmax(-1) != y, weights)
         # The class with the largest logit need not have the nearest boundary.
         others = logits.scatter(2, y.expand(len(logits), -1)[..., None], -torch.inf).argsort(-1)
         for aim in range(min(self.classes, logits.shape[-1] - 1)):

@@ -32,12 +32,9 @@ class MinimalNorm(AttackDecorator):
         attack: PGD or APGD; with `early_stop` it costs less and often finds an image closer than
             the radius.
         radii: number of radii: the error is eps / 2^(radii - 1) where the attack never fails.
-
-    Raises:
-        TypeError: an attack that cannot take a radius for each image; when called, a random
-            defense, for which one wrong prediction is no proof.
     """
 
+    effort: ClassVar[str] = "radii"
     smallest_norm: ClassVar[bool] = True
     stops_on_gradient_logits: ClassVar[bool] = True  # rounded, they would end a search too early
     radii: int = 12
@@ -50,17 +47,6 @@ class MinimalNorm(AttackDecorator):
 
     def cost(self, count: PassCount) -> int:
         return count.networks + self.radii * (self.attack.cost(count) + count.networks)
-
-    def least(self, count: PassCount) -> int:
-        return count.networks + self.radii * (self.attack.least(count) + count.networks)
-
-    def within(self, passes: int, count: PassCount) -> "MinimalNorm":
-        left = self.affordable(passes, count) - count.networks
-        # Each radius has an equal share of the passes; the rest goes to further radii.
-        share = left // self.radii - count.networks
-        attack = self.attack.within(share + count.asked, count)
-        radii = left // (attack.cost(count) + count.networks)
-        return replace(self, attack=attack, radii=radii)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         if not is_certain(defense, expected_ce):

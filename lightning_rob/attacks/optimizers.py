@@ -48,8 +48,6 @@ class AttackOptimizer(ABC):
 
 def aggmo(count: int) -> tuple[float, ...]:
     """Return the first `count` momentum coefficients of AggMo: 0, 0.9, 0.99 … 1 - 10^-j."""
-    if count < 1:
-        raise ValueError(f"AggMo needs at least one coefficient, got {count}")
     return tuple(1 - 10.0**-j for j in range(count))
 
 
@@ -80,8 +78,6 @@ class AggMo(AttackOptimizer):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "momentum", tuple(self.momentum))
-        if not self.momentum or not all(0 <= d <= 1 for d in self.momentum):
-            raise ValueError(f"momentum must be numbers in [0, 1], got {self.momentum}")
         if self.variant not in get_args(Variant):
             raise ValueError(f"variant must be of {get_args(Variant)}, got {self.variant!r}")
 
@@ -115,10 +111,6 @@ class Nesterov(AttackOptimizer):
 
     momentum: float = 0.9
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.momentum <= 1:
-            raise ValueError(f"momentum must be in [0, 1], got {self.momentum}")
-
     def init(self, threat: Threat) -> StepRule:
         def update(gradient: Tensor, state: State) -> tuple[Tensor, State]:
             g = _unit(gradient)
@@ -145,8 +137,6 @@ class Adam(AttackOptimizer):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas must be two numbers in [0, 1), got {self.betas}")
 
     def init(self, threat: Threat) -> StepRule:
         first, second = self.betas

@@ -49,9 +49,6 @@ class PDGD(Attack):
         step_size: step size of Adam, in pixel units: the length of the first step at each pixel.
         objective: the objective that must become positive: `expected_margin`, or `linear` (the
             margin of the mean logits); they are equal on a single network.
-
-    Raises:
-        TypeError: when called on a random defense, for which one wrong prediction is no proof.
     """
 
     smallest_norm: ClassVar[bool] = True
@@ -63,8 +60,6 @@ class PDGD(Attack):
 
     def __post_init__(self) -> None:
         at_least(1, steps=self.steps)
-        if not self.step_size > 0:
-            raise ValueError(f"step_size must be positive, got {self.step_size}")
         check_norm(self, math.inf, 2)
 
     def cost(self, count: PassCount) -> int:

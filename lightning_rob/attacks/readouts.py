@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rob.attacks.active_set import positions
-from lightning_rob.attacks.backward import Backward, other_forward
-from lightning_rob.attacks.residual import Forward
+from lightning_rob.attacks.backward import Backward, Forward, other_forward
 from lightning_rob.defenses import Defense, random_transforms_in
 from lightning_rob.defenses.network import logits_in
 from lightning_rob.randomness import Generator

@@ -1,6 +1,6 @@
 """Search for the attack that a defense calls for: what to climb, and through which slopes."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +9,7 @@ import yaml
 from torch import Tensor, nn
 
 from lightning_rob.attacks.active_set import positions
-from lightning_rob.attacks.apgd import APGD, in_short_runs
+from lightning_rob.attacks.apgd import APGD
 from lightning_rob.attacks.base import Attack
 from lightning_rob.attacks.budget import PassCount
 from lightning_rob.attacks.decorators import Budgeted
@@ -40,6 +40,7 @@ DRAWS, MORE_DRAWS = 2, 6  # for each step on a network that draws noise of its o
 PREDICTIONS = 5  # of such a network, to judge an attack
 SHARES = (0.15, 0.25)  # of the passes, for all candidates and for variants of the best
 OF_RANDOM = (0.05, 0.35, 0.2)  # for the opening, candidates and variants where steps cost more
+LEARNING = 0.02  # share of the passes from which a network learns what lies before a part
 COPIES, NOISE = 6, 0.3  # noisy copies for each step, and their noise as a share of the radius
 DIRECTIONS, MOVE = 4, 0.3  # moves in which slopes are compared with differences; share of eps
 AGREEING = 0.5  # correlation of both from which a slope is worth following
@@ -49,7 +50,6 @@ STUCK = 0.8  # share of the images left from which attacks are tried that cost m
 TARGETS = 9
 LOCAL = 0.5  # of the passes for the winners, for a search without slopes from their images
 WINDOW = 0.2  # share of the image in its first windows
-LINE = 100  # letters of a line of Python
 
 
 @dataclass(frozen=True)
@@ -80,30 +80,6 @@ class AutoResult:
         plugin = {"class_path": "lightning_rob.RobustEval", "init_args": spec}
         return yaml.safe_dump(plugin, sort_keys=False)
 
-    @property
-    def python(self) -> str:
-        """The attack as an expression of Python."""
-        return as_python(attack_spec(self.attack))
-
-
-def as_python(spec: Any, indent: str = "") -> str:
-    """Return plain data of an attack, from `attack_spec`, as an expression of Python."""
-    if isinstance(spec, str) and spec.startswith("lightning_rob."):
-        return spec.rpartition(".")[2]
-    if isinstance(spec, Mapping) and "class_path" in spec:
-        name = str(spec["class_path"]).rpartition(".")[2]
-        parts, inner = spec["init_args"].items(), f"{indent}    "
-        given = [f"{key}={as_python(value, inner)}" for key, value in parts]
-    elif isinstance(spec, list):
-        name, inner = "", f"{indent}    "
-        given = [as_python(one, inner) for one in spec]
-    else:
-        return repr(spec)
-    line = f"{name}({', '.join(given)}{',' if len(given) == 1 and not name else ''})"
-    if len(indent) + len(line) <= LINE and "\n" not in line:
-        return line
-    return f"{name}(\n" + "".join(f"{inner}{one},\n" for one in given) + f"{indent})"
-
 
 @dataclass
 class Judged:
@@ -124,7 +100,6 @@ class Search:
     Args:
         defense: the defense inside `attacking`.
         classes: their number.
-        learning: share of the passes from which a network learns what lies before a part.
     """
 
     def __init__(
@@ -135,9 +110,7 @@ class Search:
         y: Tensor,
         generator: Generator,
         classes: int,
-        learning: float,
     ) -> None:
-        self.learning = learning
         self.threat, self.defense, self.classes = threat, defense, classes
         self.x, self.y, self.generator = x, y, generator
         # Noise of its own, so that the attack that is found draws the same when it runs alone.
@@ -189,7 +162,7 @@ class Search:
             self.rugged = climbs and self._is_rugged(judged[0].attack, rows[:PROBED])
             if self.rugged:
                 self.findings.append("slopes that say little of how predictions change")
-            variants = list(self._variants(judged, int(self.learning * passes)))
+            variants = list(self._variants(judged, int(LEARNING * passes)))
             judged += self._round("2", variants, rows, int(shares[1] * passes))
             judged.sort(key=lambda one: one.left)
         winners = self._winners(judged)[: 1 if alone else None]
@@ -377,8 +350,7 @@ class Search:
         if hasattr(attack, "slopes") and self.random:
             steps = max(passes // (2 * attack.attack.draws * self.networks), 1)
             attack = _changed(attack, step_size=2.5 * self.threat.eps / steps)
-        count = PassCount(self.defense, self.x, self.classes)
-        return Budgeted(in_short_runs(attack, passes, count), max(passes, 1))
+        return Budgeted(attack, max(passes, 1))
 
     def _noisy(self, view: SurrogateGradient) -> SurrogateGradient:
         # In l1 the radius is spent on few pixels: noise is measured by what each of them moves.

@@ -46,7 +46,6 @@ class Square(Attack):
         threat: the ball and the bounds; linf, l2 or l1.
         p: share of the image in the first windows.
         start: an attack in the same ball, from whose images the search starts.
-
     """
 
     effort: ClassVar[str] = "queries"
@@ -58,10 +57,6 @@ class Square(Attack):
 
     def __post_init__(self) -> None:
         at_least(1, queries=self.queries, draws=self.draws)
-        if self.start is not None and self.start.threat != self.threat:
-            raise ValueError(f"start must be an attack within {self.threat}, got {self.start}")
-        if not 0 < self.p <= 1:
-            raise ValueError(f"p must be a share of the image in (0, 1], got {self.p}")
         check_norm(self, math.inf, 2, 1)
 
     @property

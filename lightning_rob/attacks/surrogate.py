@@ -4,23 +4,99 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Literal, TypeGuard, get_args
+from typing import Any, Literal, Self, TypeGuard, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
-from torch.nn.functional import softmax
+from torch.nn.functional import interpolate, mse_loss, softmax
 from torch.overrides import TorchFunctionMode
 
+from lightning_rob.attacks.backward import ValueWithGradientOf
 from lightning_rob.attacks.budget import PassCount
 from lightning_rob.attacks.decorators import AttackDecorator
 from lightning_rob.attacks.sight import own_sight
-from lightning_rob.attacks.stand_in import StandIn, train_stand_in
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.per_image import WholeBatch
-from lightning_rob.randomness import Generator, normal
+from lightning_rob.randomness import Generator, normal, own_streams, seed_of
 from lightning_rob.runtime.errors import at_least
+from lightning_rob.threat import Threat
 from lightning_rob.transforms.base import pinned
+
+WIDTH = 24
+STEPS = 4  # of Adam for each pass of the defense
+PART = 64  # images of a step
+
+
+class StandIn(nn.Module):
+    """Map images [B, C, H, W] to [B, D, I, J]: a mixture of the channels, and a correction."""
+
+    def __init__(self, x: Tensor, z: Tensor) -> None:
+        super().__init__()
+        channels, wanted, self.size = x.shape[1], z.shape[1], z.shape[2:]
+        self.mixture = nn.Conv2d(channels, wanted, 1)
+        last = nn.Conv2d(WIDTH, wanted, 3, padding=1)
+        self.correction = nn.Sequential(
+            nn.Conv2d(channels, WIDTH, 5, padding=2),
+            nn.SiLU(),
+            nn.Conv2d(WIDTH, WIDTH, 5, padding=2),
+            nn.SiLU(),
+            last,
+        )
+        nn.init.zeros_(last.weight)  # so that it begins with the mixture alone
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if x.shape[2:] == self.size else interpolate(x, self.size, mode="bilinear")
+        return self.mixture(x) + self.correction(x)
+
+
+def inputs_of(defense: Defense, part: str, x: Tensor, generator: Generator) -> Tensor:
+    """Return what a part of a defense is given for images x, in its last call of a prediction."""
+    found: list[Tensor] = []
+
+    def keep(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        found[:] = [inputs[0].detach().clone()]  # of the last call alone
+
+    handle = defense.get_submodule(part).register_forward_pre_hook(keep)
+    try:
+        with torch.no_grad():
+            defense.logits(x, generator)
+    finally:
+        handle.remove()
+    if not found or found[0].dim() != 4 or len(found[0]) != len(x):
+        shape = list(found[0].shape) if found else "nothing"
+        raise ValueError(f"{part} must get a batch of {len(x)} images or maps, got {shape}")
+    return found[0]
+
+
+def train_stand_in(
+    defense: Defense, part: str, x: Tensor, threat: Threat, passes: int, generator: Generator
+) -> StandIn:
+    """Train a network on what lies before a part of a defense; return it frozen.
+
+    It learns from pairs of a point of each image's ball and what the defense makes of it (mean
+    squared error, Adam), one pair of each image a pass.
+    """
+    seed = int(torch.randint(2**62, ())) if generator is None else seed_of(generator)
+    with own_streams(seed, x.device), torch.enable_grad():
+        noise = torch.Generator().manual_seed(seed)
+        # Attacks end near the surface of the ball, and pass through all of it.
+        draws = (threat.start, threat.corner)
+        points = [draws[i % 2](x, noise) for i in range(passes)]
+        targets = torch.cat([inputs_of(defense, part, at, noise) for at in points]).float()
+        points_seen = torch.cat(points).float()
+        net = StandIn(points_seen, targets).to(x.device)
+        optimizer = torch.optim.Adam(net.parameters(), 0.01)
+        steps = STEPS * passes
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=steps + 1)
+        for _ in range(steps):
+            chosen = torch.randint(len(targets), (PART,), device=x.device)
+            optimizer.zero_grad()
+            torch.autograd.backward(mse_loss(net(points_seen[chosen]), targets[chosen]))
+            optimizer.step()
+            schedule.step()
+    return net.eval().requires_grad_(False)
+
 
 Slope = Literal["rounding", "detached", "saturating", "custom"]
 ROUNDS = {"round", "floor", "ceil", "trunc", "fix", "sign", "sgn", "floor_divide", "__floordiv__"}
@@ -32,20 +108,8 @@ LEAVES_TORCH = {"numpy", "__array__", "tolist", "item"}
 AGREES = 0.6  # share of images for which values that stand for logits have the same largest one
 
 
-class _Value(torch.autograd.Function):
-    """The first tensor's values, bit by bit, with the gradient of the second."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, other: Tensor) -> Tensor:
-        return value.detach().clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        return None, gradient
-
-
-class _Entering(_Value):
-    """As `_Value`, with the gradient to both: a purifier may ask for that of its own images."""
+class _Entering(ValueWithGradientOf):
+    """The same with the gradient to both: a purifier may ask for that of its own images."""
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
@@ -130,7 +194,7 @@ class _Surrogate(TorchFunctionMode):
         if not (isinstance(value, Tensor) and value.shape == gone.shape) or value.requires_grad:
             return value
         new = value.is_floating_point() and "known" not in vars(value)
-        return _Value.apply(value.to(gone), gone) if new else value
+        return ValueWithGradientOf.apply(value.to(gone), gone) if new else value
 
     def _with_slope(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         first = args[0] if args else None
@@ -140,7 +204,9 @@ class _Surrogate(TorchFunctionMode):
             source = softmax(source, -1) if name == "one_hot" else source
             if not out.is_floating_point():
                 return _hiding(out, source)
-            return _Value.apply(out, (source / args[1] if "div" in name else source).to(out))
+            return ValueWithGradientOf.apply(
+                out, (source / args[1] if "div" in name else source).to(out)
+            )
         if not _differentiated(first):
             return func(*args, **kwargs)
         rounded = name in ROUNDS or kwargs.get("rounding_mode") is not None
@@ -174,7 +240,7 @@ class _Surrogate(TorchFunctionMode):
         first = args[0]
         with torch.no_grad():
             value = func(first.detach().clone(), *args[1:], **kwargs)
-        out: Tensor = _Value.apply(value, other)
+        out: Tensor = ValueWithGradientOf.apply(value, other)
         name = func.__name__
         return first.copy_(out) if name.endswith("_") and not name.endswith("__") else out
 
@@ -257,7 +323,7 @@ def entering(
         other = stand_in(x.float()).to(z)  # its weights are single precision
         if z.shape != other.shape or (z.is_leaf and z.requires_grad):
             return None  # such a leaf is a purifier's, which asks for its gradient
-        return _Value.apply(z, other), *inputs[1:]
+        return ValueWithGradientOf.apply(z, other), *inputs[1:]
 
     handle = defense.get_submodule(part).register_forward_pre_hook(replace_input)
     try:
@@ -289,10 +355,6 @@ class SurrogateGradient(AttackDecorator):
         copies: noisy copies of the image; 0 takes the gradient at the image itself.
         draws_anew: whether the network draws noise of its own, so that no prediction is a proof.
         together: whether predictions depend on the batch, so that no image may leave it.
-
-    Raises:
-        ValueError: an unknown slope, noise without copies, a stand-in for nothing; when called, a
-            stage that is not there.
     """
 
     slopes: tuple[Slope, ...] = ()
@@ -310,31 +372,17 @@ class SurrogateGradient(AttackDecorator):
         if unknown := set(self.slopes) - set(get_args(Slope)):
             raise ValueError(f"slopes must be of {get_args(Slope)}, got {sorted(unknown)}")
         at_least(0, copies=self.copies, stand_in=self.stand_in)
-        if self.stand_in and self.enter is None:
-            raise ValueError(
-                f"stand_in={self.stand_in} needs the part before which it stands, enter"
-            )
-        if self.noise < 0 or (self.noise > 0) != (self.copies > 0):
-            raise ValueError(f"give noise and copies, got {self.noise:g} and {self.copies}")
 
     @property
     def batch_dependent(self) -> bool:  # type: ignore[override]
         return self.stand_in > 0
 
-    def _learning(self, count: PassCount) -> int:
-        return self.stand_in * count.networks
-
     def cost(self, count: PassCount) -> int:
         # Each forward pass is one of the defense itself and one of each noisy copy.
-        return self.attack.cost(count) * (self.copies + 1) + self._learning(count)
+        return self.attack.cost(count) * (self.copies + 1) + self.stand_in * count.networks
 
-    def least(self, count: PassCount) -> int:
-        return self.attack.least(count) * (self.copies + 1) + self._learning(count)
-
-    def within(self, passes: int, count: PassCount) -> "SurrogateGradient":
-        free = self.affordable(passes, count) - self._learning(count)
-        each = free // (self.copies + 1) + count.asked
-        return replace(self, attack=self.attack.within(each, count))
+    def with_effort(self, effort: int) -> Self:
+        return replace(self, attack=self.attack.with_effort(effort))
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         with own_sight(len(x), x.device, generator):  # its gradients are not the defense's

@@ -33,17 +33,14 @@ class Targeted(AttackDecorator):
 
     Args:
         rank: rank of the target among the wrong classes, by the mean probabilities on the clean
-            image: 1 is the most probable. Several ranks are attacked in turn, and per image the
-            best result by the attack's own objective is kept.
-
+            image: 1 is the most probable.
     """
 
     attack: PGD
-    rank: int | tuple[int, ...] = 1
+    rank: int = 1
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rank, int):
-            object.__setattr__(self, "rank", tuple(self.rank))
+        at_least(1, rank=self.rank)
         if not is_pgd(self.attack):
             kind = type(self.attack).__name__
             raise ValueError(f"Targeted takes a PGD, got {kind}: put {kind} around Targeted")
@@ -56,17 +53,9 @@ class Targeted(AttackDecorator):
                 "an objective that is the least over models cannot be negated, got "
                 f"{self.attack.objective}: HighConfidence has targeted runs for it"
             )
-        if not self.ranks or min(self.ranks) < 1:
-            raise ValueError(f"ranks must be at least 1, got {self.rank}")
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """All ranks, as a tuple."""
-        return (self.rank,) if isinstance(self.rank, int) else tuple(self.rank)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         objective = self.attack.objective
-        own = ObjectiveGradient(objective, self.attack.draws)
         # Descending the objective of the target as label leads towards the target.
         away = replace(
             self.attack, objective=lambda logits, weights, y: -objective(logits, weights, y)
@@ -76,18 +65,9 @@ class Targeted(AttackDecorator):
         check_logits(logits, y)
         # as logarithms, which still rank probabilities that round to zero
         scores = log_mean_probs(logits.float() if logits.itemsize < 4 else logits, weights)
-        if (wrong := scores.shape[1] - 1) < max(self.ranks):
+        if (wrong := scores.shape[1] - 1) < self.rank:
             raise ValueError(f"rank must be 1 … {wrong} of {wrong + 1} classes, got {self.rank}")
-        targets = wrong_classes(scores, y)
-        x_best, best_value = x, x.new_full((len(x),), -torch.inf)
-        for rank in self.ranks:
-            x_adv = away.perturb(defense, x, targets[:, rank - 1], generator)
-            if len(self.ranks) == 1:
-                return x_adv
-            with torch.no_grad():
-                value = own.value(defense, x_adv, y, generator, check=True)
-            x_best, best_value = better(x_best, best_value, x_adv, value.to(best_value))
-        return x_best
+        return away.perturb(defense, x, wrong_classes(scores, y)[:, self.rank - 1], generator)
 
 
 def wrong_classes(scores: Tensor, y: Tensor) -> Tensor:
@@ -119,8 +99,6 @@ class HighConfidence(AttackDecorator):
 
     def __post_init__(self) -> None:
         at_least(0, untargeted=self.untargeted, targeted=self.targeted)
-        if self.untargeted == 0 and self.targeted == 0:
-            raise ValueError("untargeted and targeted must not both be 0: there would be no run")
         if reduction_of(self.attack.objective) is None:
             raise ValueError(
                 "the objective must be a mean or a least over draws, such as expected_ce or "

@@ -80,8 +80,6 @@ class PartialBatchAttack(AttackDecorator):
     natural: Attack | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.clean <= 1:
-            raise ValueError(f"clean must be a share in [0, 1], got {self.clean}")
         for part in walk(self.attack):
             if part.rehearses:
                 name = type(part).__name__

@@ -11,7 +11,7 @@ from lightning_rob.audit.report import Report
 from lightning_rob.audit.target import AuditTarget
 from lightning_rob.callbacks.base import EvaluationCallback
 from lightning_rob.callbacks.images import Images
-from lightning_rob.callbacks.loggers import log_text, writing_folder
+from lightning_rob.callbacks.loggers import writing_folder
 from lightning_rob.callbacks.progress import console_of
 from lightning_rob.callbacks.robust_eval import RobustEval, full_defense
 from lightning_rob.data.base import labelled_images
@@ -40,7 +40,6 @@ class RobustAudit(EvaluationCallback):
         queries: queries of the Square Attack for each image.
         max_images: number of audited images, a random choice by the seed; None audits all.
         protocol: rounds in which a defense that adapts is attacked; None is `RoundProtocol()`.
-        record: file in the run's folder.
         power: test whether each attack finds adversarial images that exist by construction.
         **options: those of `EvaluationCallback`.
     """
@@ -55,7 +54,6 @@ class RobustAudit(EvaluationCallback):
         queries: int = 1000,
         max_images: int | None = 100,
         protocol: RoundProtocol | None = None,
-        record: str = "audit.json",
         power: bool = False,
         **options: Any,
     ) -> None:
@@ -65,7 +63,6 @@ class RobustAudit(EvaluationCallback):
         self.threat = threat or Threat()
         self.steps = steps
         self.queries = queries
-        self.record = record
         self.power = power
         self.found: Report | None = None
 
@@ -80,7 +77,7 @@ class RobustAudit(EvaluationCallback):
         )
         target.other_attacks = {}
         for one in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(one, RobustEval) and one.inputs.suffix == self.inputs.suffix:
+            if isinstance(one, RobustEval):
                 target.other_attacks |= one.attacks if one.target is full_defense else {}
         target.progress = self.advance
         if target.transductive and not trainer.sanity_checking:
@@ -109,8 +106,7 @@ class RobustAudit(EvaluationCallback):
         folder = writing_folder(trainer)
         if folder is None:
             return
-        atomic_write_text(folder / self.record, found.json(self.images[0].metadata))
-        log_text(trainer, f"{stage}/audit{self.inputs.suffix}", found.markdown())
+        atomic_write_text(folder / "audit.json", found.json(self.images[0].metadata))
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.found and trainer.is_global_zero:

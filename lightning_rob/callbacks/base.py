@@ -10,7 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_rob.attacks import Attack
@@ -94,15 +94,11 @@ class EvaluationCallback(Callback, ABC):
         return [self]
 
     def peers(self, trainer: Trainer) -> list[Self]:
-        """Return the callbacks of this kind, a subclass included, on this data loader."""
+        """Return the callbacks of this kind, a subclass included."""
         kinds = (kind for kind in type(self).__mro__ if EvaluationCallback in kind.__bases__)
         kind: Any = next(kinds)
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        return [
-            c
-            for c in callbacks
-            if isinstance(c, kind) and c.inputs.dataloader_idx == self.inputs.dataloader_idx
-        ]
+        return [callback for callback in callbacks if isinstance(callback, kind)]
 
     def earlier(self, trainer: Trainer) -> list[Self]:
         """Return the `peers` that stand before this callback."""
@@ -122,11 +118,6 @@ class EvaluationCallback(Callback, ABC):
                 f"{type(pl_module).__name__} of another, such as pytorch_lightning: write "
                 "`import lightning.pytorch as pl`"
             )
-        if trainer.barebones:
-            raise MisconfigurationException(
-                f"Trainer(barebones=True) logs nothing, so {name} would attack for nothing: leave "
-                "one of them out"
-            )
         if isinstance(trainer.strategy, SHARDED):
             raise MisconfigurationException(
                 f"{name} attacks whole networks, {type(trainer.strategy).__name__} shards them: "
@@ -138,11 +129,6 @@ class EvaluationCallback(Callback, ABC):
                 f"{name} measures nothing in fit: {type(pl_module).__name__} has no "
                 "validation_step, which may be empty (`pass`)"
             )
-        if stage == "fit" and 0 < (trainer.max_epochs or 0) < self.every_n_epochs:
-            rank_zero_info(
-                f"{name} attacks in every {self.every_n_epochs}th epoch of a fit, so in none of "
-                f"these {trainer.max_epochs}: lower its every_n_epochs, or test afterwards"
-            )
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         averaging = [c for c in callbacks if isinstance(c, WeightAveraging)]
         if averaging:  # behind all evaluations: it takes its weights back at an epoch's end
@@ -150,9 +136,15 @@ class EvaluationCallback(Callback, ABC):
             places = [i for i, c in enumerate(others) if isinstance(c, EvaluationCallback)]
             place = 1 + max(places, default=-1)
             trainer.callbacks = [*others[:place], *averaging, *others[place:]]  # type: ignore[attr-defined]
+        earlier = self.earlier(trainer)
+        if any(one.inputs != self.inputs for one in earlier):
+            raise ValueError(
+                "all callbacks of a run need the same unpack, preprocess and dataloader_idx: their "
+                "worst case is one number; evaluate other images in another run"
+            )
         # Attacks that no earlier callback runs, under names that none uses.
         taken: dict[str, tuple[Any, ...]] = {}
-        for one in self.earlier(trainer):
+        for one in earlier:
             # A subclass with attributes of its own may compare equal to another attack.
             taken |= {n: (a, type(a), vars(a), *one.conditions) for n, a in one.attacks.items()}
         found: dict[str, Attack] = {}
@@ -221,10 +213,9 @@ class EvaluationCallback(Callback, ABC):
             checkpoint["current_model_state"] = checkpoint["state_dict"]
 
     def log_value(self, pl_module: Any, name: str, value: Any, prog_bar: bool = False) -> None:
-        """Log a value, by a name that holds the data loader if there are several."""
-        # Lightning would add the loader of the batch that came last.
-        options = {"sync_dist": True, "add_dataloader_idx": False, "prog_bar": prog_bar}
-        pl_module.log(name + self.inputs.suffix, value, **options)
+        """Log a value."""
+        # Lightning would add the data loader of the batch that came last.
+        pl_module.log(name, value, sync_dist=True, add_dataloader_idx=False, prog_bar=prog_bar)
 
     def advance(self, attack: str, images: int) -> None:
         """Add images that an attack has finished to the progress bar."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -33,7 +32,6 @@ class CertifiedEval(EvaluationCallback):
         draws: most draws that bound the probability of an image's class.
         failure: probability that the radius of an image is too large.
         max_images: number of images, a random choice by the seed; None certifies all.
-        record: file in the run's folder to which each result is appended as a line of JSON.
         **options: those of `EvaluationCallback`.
     """
 
@@ -47,11 +45,10 @@ class CertifiedEval(EvaluationCallback):
         draws: int = 1000,
         failure: float = 0.001,
         max_images: int | None = 100,
-        record: str = "certified.jsonl",
         **options: Any,
     ) -> None:
         super().__init__(None, max_images=max_images, **options)
-        self.sigma, self.radii, self.record = sigma, tuple(radii), record
+        self.sigma, self.radii = sigma, tuple(radii)
         self.certifier = Certifier(draws, failure, self.radii, self.settings.seed)
         self.result: Certificates | None = None
 
@@ -80,9 +77,9 @@ class CertifiedEval(EvaluationCallback):
         if folder is None:
             return
         details = self.images[0].metadata
-        append_records(folder / self.record, [found.record(self.radii) | details])
+        append_records(folder / "certified.jsonl", [found.record(self.radii) | details])
         epoch = f"-epoch{trainer.current_epoch:04d}" if trainer.state.fn == "fit" else ""
-        found.save(folder / "images" / f"{stage}{epoch}-{Path(self.record).stem}.csv")
+        found.save(folder / "images" / f"{stage}{epoch}-certified.csv")
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.result is not None and trainer.is_global_zero:

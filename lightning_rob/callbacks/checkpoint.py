@@ -30,12 +30,9 @@ def measurers(trainer: Trainer, monitor: str) -> list[RobustEval]:
     """
     evaluations = [c for c in trainer.callbacks if isinstance(c, RobustEval)]  # type: ignore[attr-defined]
     name = monitor.removeprefix(PREFIX)
-    whole = [
-        e for e in evaluations if e.target is full_defense and name == f"worst{e.inputs.suffix}"
-    ]
-    return [e for e in whole if e.attacks] or [
-        e for e in evaluations if name in {f"{attack}{e.inputs.suffix}" for attack in e.attacks}
-    ]
+    if name == WORST:
+        return [e for e in evaluations if e.target is full_defense and e.attacks]
+    return [e for e in evaluations if name in e.attacks]
 
 
 def measured(trainer: Trainer, monitor: str) -> bool:
@@ -53,26 +50,21 @@ def check_measured(trainer: Trainer, monitor: str) -> None:
     found = measurers(trainer, monitor)
     if not found:
         evaluations = [c for c in trainer.callbacks if isinstance(c, RobustEval)]  # type: ignore[attr-defined]
-        known = [f"{PREFIX}{name}{e.inputs.suffix}" for e in evaluations for name in e.attacks]
-        whole = [e.inputs.suffix for e in evaluations if e.target is full_defense]
-        known += [f"{PREFIX}worst{suffix}" for suffix in dict.fromkeys(whole)]
-        name = monitor.removeprefix(PREFIX).partition("/")[0]
-        of = "on the whole defense" if name == "worst" else f"with an attack named {name!r}"
+        known = [f"{PREFIX}{name}" for e in evaluations for name in e.attacks]
+        name = monitor.removeprefix(PREFIX)
+        of = "on the whole defense" if name == WORST else f"with an attack named {name!r}"
         raise MisconfigurationException(
             f"no RobustEval measures {monitor!r}: add one {of}, such as callbacks/pgd.yaml, or "
             f"monitor one of {known}"
         )
     every = math.lcm(*(e.every_n_epochs for e in found), trainer.check_val_every_n_epoch or 1)
     epochs, module = trainer.max_epochs, trainer.lightning_module
-    if not is_overridden("validation_step", module):
-        raise MisconfigurationException(
-            f"{monitor!r} would never be measured: {type(module).__name__} has no validation_step, "
-            "which may be empty"
-        )
-    if not trainer.enable_validation or (epochs not in (None, -1) and every > epochs):
+    validates = trainer.enable_validation and is_overridden("validation_step", module)
+    if not validates or (epochs not in (None, -1) and every > epochs):
         raise MisconfigurationException(
             f"{monitor!r} would never be measured: it is every {every} epochs, of {epochs}, with "
-            f"trainer.limit_val_batches {trainer.limit_val_batches}"
+            f"trainer.limit_val_batches {trainer.limit_val_batches}, and {type(module).__name__} "
+            "needs a validation_step, which may be empty"
         )
 
 
@@ -85,8 +77,7 @@ class RobustCheckpoint(ModelCheckpoint):
     after every epoch.
 
     At the end of a fit it says, and writes to `overfitting.jsonl` in the run's folder, how robust
-    accuracy changed since the best epoch, on validation images and, with
-    `RobustEval(train_images=True)`, on training images; `overfitting` has it. See
+    accuracy changed since the best epoch; `overfitting` has it. See
     `lightning_rob.evaluation.Overfitting`.
 
     Args:
@@ -133,16 +124,10 @@ class RobustCheckpoint(ModelCheckpoint):
             return
         found = measurers(trainer, monitor)
         # Callbacks that are evaluated together share a result.
-        val, train = (
-            list({id(each): each for each in results if each is not None}.values())
-            for results in ([e.result for e in found], [e.train_result for e in found])
-        )
-        name = monitor.removeprefix(PREFIX).removesuffix(found[0].inputs.suffix)
+        val = list({id(e.result): e.result for e in found if e.result is not None}.values())
         seen = torch.stack([val[0].rows.index, val[0].rows.label]).cpu().numpy()
-        # Fewer attacks on training images would leave a higher accuracy there.
-        trained = scores_of(train, name) if len(train) == len(val) else None
-        epoch = trainer.current_epoch
-        self.latest = EpochScores(epoch, crc32(seen.tobytes()), scores_of(val, name), trained)
+        scores = scores_of(val, monitor.removeprefix(PREFIX))
+        self.latest = EpochScores(trainer.current_epoch, crc32(seen.tobytes()), scores)
         self.best = better(self.best, self.latest)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -170,7 +155,7 @@ class RobustCheckpoint(ModelCheckpoint):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         if state_dict.get("epochs"):
-            *self.best, self.latest = (EpochScores(*one) for one in state_dict["epochs"])
+            *self.best, self.latest = (EpochScores(*one[:3]) for one in state_dict["epochs"])
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]

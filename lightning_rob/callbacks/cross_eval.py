@@ -38,13 +38,12 @@ class TransferMatrixEval(EvaluationCallback):
     Logs `{stage}/member_{i}/acc`, clean, and `{stage}/member_{i}/{attack}`, member i under attack
     itself. Draws the matrix of every attack (ARC paper, Fig. 10a) as `transfer_{attack}.png` in the
     run's folder, and as `transferability_{attack}.png` the share of the images that fool one member
-    which fool another (Liao et al. 2020, Table 3). After a test prints the table of members (ARC
-    paper, Table 4), and the members ranked by how well attacks on them transfer (Liao et al. 2020,
-    Algorithm 2).
+    which fool another (Liao et al. 2020, Table 3); `transfer.jsonl` has their figures. After a test
+    prints the table of members (ARC paper, Table 4), and the members ranked by how well attacks on
+    them transfer (Liao et al. 2020, Algorithm 2).
 
     Args:
         attacks: name -> attack.
-        record: file in the run's folder to which each matrix is appended as a line of JSON.
         eps: radius of all attacks instead of their own, see `RobustEval`.
         norm: norm of the attacks instead of their own, with `eps`.
         **options: those of `EvaluationCallback`.
@@ -53,7 +52,6 @@ class TransferMatrixEval(EvaluationCallback):
     def __init__(
         self,
         attacks: dict[str, Attack],
-        record: str = "transfer.jsonl",
         eps: Length | None = None,
         norm: Norm | None = None,
         **options: Any,
@@ -65,7 +63,6 @@ class TransferMatrixEval(EvaluationCallback):
                 f"no attack can be called {taken.pop()!r}: that column has another meaning"
             )
         super().__init__(with_threat(attacks, eps, norm), **options)
-        self.record = record
         self.matrices: dict[str, TransferMatrix] = {}
         self.transfers: dict[str, Transferability] = {}
         self.count = SumMetric()
@@ -133,12 +130,12 @@ class TransferMatrixEval(EvaluationCallback):
         folder = writing_folder(trainer)
         if folder is None:
             return
-        append_records(folder / self.record, self.results[1:])
+        append_records(folder / "transfer.jsonl", self.results[1:])
         for result in self.results[1:]:
             for kind in ("transfer", "transferability"):
                 figure = draw(result, kind)
                 save(figure, folder / f"{kind}_{result['name']}.png")
-                tag = f"{stage}/{kind}/{result['name']}{self.inputs.suffix}"
+                tag = f"{stage}/{kind}/{result['name']}"
                 log_picture(trainer, tag, pixels(figure))
 
     def _results(self, defense: Defense) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_rob.attacks import Attack, evaluating
@@ -67,11 +67,6 @@ class Gallery(EvaluationCallback):
         self.name = name
         self.kept: list[Found] = []
         self.counts = {"n": 0, "left": 0, "fooled": 0}
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        if any(other.name == self.name for other in self.earlier(trainer)):
-            raise ValueError(f"two galleries are called {self.name!r}: rename one of them")
 
     def due(self, trainer: Trainer) -> bool:
         return trainer.state.fn == "test"

@@ -63,7 +63,6 @@ class TerminateOnNonFinite(Callback):
         if trainer.world_size > 1:
             torch.distributed.all_reduce(notes)
         self.loss = None
-        # It waits for the device once a step: later the optimizer would have stepped already.
         found, signals = notes.T.tolist()
         self.signal = int(max(signals))
         if not any(found):
@@ -83,18 +82,17 @@ class TerminateOnNonFinite(Callback):
         )
         raise self.fault
 
-    def _nonfinite_part(self, trainer: Trainer, optimizer: torch.optim.Optimizer) -> Tensor | float:
-        """Return LOSS or GRADIENT if that is non-finite, else 0, on the device without a sync."""
-        found: Tensor | float = 0.0
+    def _nonfinite_part(self, trainer: Trainer, optimizer: torch.optim.Optimizer) -> float:
+        """Return LOSS or GRADIENT if that is non-finite, else 0."""
+        if self.loss is not None and not self.loss.isfinite():
+            return LOSS
+        # With a scaler gradients overflow now and then, and it leaves out the step itself.
+        if getattr(trainer.precision_plugin, "scaler", None) is not None:
+            return 0.0
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
         gradients = [gradient for gradient in gradients if gradient is not None]
-        # With a scaler gradients overflow now and then, and it leaves out the step itself.
-        if gradients and getattr(trainer.precision_plugin, "scaler", None) is None:
-            largest = torch.nn.utils.get_total_norm(gradients, float("inf"))
-            found = GRADIENT * ~largest.isfinite()
-        if self.loss is not None:
-            found = torch.where(self.loss.isfinite(), found, LOSS)
-        return found
+        largest = torch.nn.utils.get_total_norm(gradients, float("inf"))
+        return 0.0 if largest.isfinite() else GRADIENT
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if self.signal or trainer.world_size == 1:

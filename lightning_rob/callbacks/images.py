@@ -1,6 +1,5 @@
 """The images of a validation or test, each once: canonical groups, rounds, or a stream."""
 
-import secrets
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -20,7 +19,6 @@ from lightning_rob.evaluation.evaluator import (
 )
 from lightning_rob.evaluation.groups import (
     Batch,
-    GroupQueue,
     Unpack,
     canonical_groups,
     choose,
@@ -44,11 +42,6 @@ class Inputs:
     unpack: Unpack | None = None
     preprocess: Callable[..., Any] | None = None
     dataloader_idx: int | None = None
-
-    @property
-    def suffix(self) -> str:
-        """The end of logged names where there are several data loaders, as Lightning has it."""
-        return "" if self.dataloader_idx is None else f"/dataloader_idx_{self.dataloader_idx}"
 
 
 class Images:
@@ -89,8 +82,6 @@ class Images:
                 "a defense that adapts is attacked in rounds of images, a stream has no positions "
                 "of them: give a torch.utils.data.DataLoader over a data set with a length"
             )
-        if not trainer.sanity_checking:
-            protocol.check(self.loader, len(self.positions), trainer.world_size)
 
     @property
     def total(self) -> int | None:
@@ -136,7 +127,9 @@ class Images:
         elif self.protocol is not None:
             found = self.protocol.rounds(self.loader, positions, *share, unpack)
         else:
-            found = self._groups(canonical_groups(positions, self.settings.group_size))
+            groups = canonical_groups(positions, self.settings.group_size)
+            groups = groups[trainer.global_rank :: trainer.world_size]
+            found = zip(groups, group_loader(self.loader, groups), strict=True)
         for places, batch in found:
             x, y, index = with_index(self._transferred(batch), places, unpack)
             yield x.to(self._dtype), y, index
@@ -209,18 +202,6 @@ class Images:
         limits: Any = self.trainer.num_test_batches if testing else self.trainer.num_val_batches
         finite = len(limits) > self.place and limits[self.place] != float("inf")
         return int(limits[self.place]) if finite else None
-
-    def _groups(self, groups: list[Tensor]) -> Iterator[tuple[Tensor, Any]]:
-        """Yield positions and batches; each process takes the next group when it is ready."""
-        trainer = self.trainer
-        if trainer.world_size == 1:
-            yield from zip(groups, group_loader(self.loader, groups), strict=True)
-            return
-        # The store that counts outlives the queue, so that each queue needs a name of its own.
-        key = trainer.strategy.broadcast(secrets.token_hex(8))
-        queue = GroupQueue(groups, key, trainer.global_rank, trainer.world_size)
-        for number, batch in enumerate(group_loader(self.loader, queue)):
-            yield queue.taken[number], batch
 
     def result(self, evaluator: Evaluator) -> EvaluationResult:
         """Return the scores of these images on all processes; every process has to call it."""

@@ -2,14 +2,13 @@
 
 from pathlib import Path
 
-import numpy as np
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
-from PIL import Image, ImageDraw
 from torch import Tensor
+from torchvision.utils import make_grid
 
-TILE, CAPTION = 96, 14  # pixels
+TILE = 96  # pixels
 
 
 def run_folder(trainer: Trainer) -> Path | None:
@@ -45,38 +44,13 @@ def log_picture(trainer: Trainer, name: str, picture: Tensor) -> None:
                 logger.log_image(name, [pixels], trainer.global_step)
 
 
-def log_text(trainer: Trainer, name: str, text: str) -> None:
-    """Log Markdown with TensorBoard."""
-    for logger in trainer.loggers:
-        if isinstance(logger, TensorBoardLogger):
-            logger.experiment.add_text(name, text, trainer.global_step)
+def image_grid(x: Tensor, x_adv: Tensor) -> Tensor:
+    """Return rows of clean images, amplified perturbations and adversarial images, [3, H', W'].
 
-
-def image_grid(x: Tensor, x_adv: Tensor, y: Tensor, before: Tensor, after: Tensor) -> Tensor:
-    """Draw clean images, amplified perturbations and adversarial images, and return [3, H', W'].
-
-    The perturbation is grey where nothing changed. Captions read "label: before > after", each with
-    its probability where that is below one.
+    The perturbation is grey where nothing changed.
     """
     delta = x_adv - x
     amplified = 0.5 + 0.5 * delta / delta.abs().amax().clamp_min(1e-12)
-    rows = []
-    for part in (x, amplified, x_adv):
-        part = part.detach().float().expand(-1, 3, -1, -1).clamp(0, 1)
-        tiles = torch.nn.functional.interpolate(part, size=(TILE, TILE), mode="nearest")
-        rows.append(torch.cat(list(tiles), -1))
-    picture = torch.cat(rows, -2).permute(1, 2, 0).mul(255).round().byte().cpu().numpy()
-    page = Image.new("RGB", (picture.shape[1], picture.shape[0] + CAPTION), "white")
-    page.paste(Image.fromarray(picture), (0, CAPTION))
-    pen = ImageDraw.Draw(page)
-    for i in range(len(x)):
-        caption = f"{int(y[i])}: {_prediction(before[i])} > {_prediction(after[i])}"
-        pen.text((i * TILE + 3, 1), caption, fill="black")
-    return torch.from_numpy(np.asarray(page).copy()).permute(2, 0, 1).float() / 255
-
-
-def _prediction(probabilities: Tensor) -> str:
-    share, k = probabilities.max(0)
-    if share <= 0:
-        return "none"
-    return f"{int(k)}" if share > 0.995 else f"{int(k)} ({float(share):.0%})"
+    tiles = torch.cat([x, amplified, x_adv]).detach().float().clamp(0, 1)
+    tiles = torch.nn.functional.interpolate(tiles, size=(TILE, TILE), mode="nearest")
+    return make_grid(tiles, nrow=len(x), padding=0).cpu()

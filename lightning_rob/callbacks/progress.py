@@ -5,32 +5,25 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 from rich.console import Console
-from tqdm import tqdm
 
 
 class AttackProgress:
-    """Counts attacked images; silent on other ranks and where the trainer shows no bar."""
+    """Counts attacked images beside a `RichProgressBar`; silent without one and on other ranks."""
 
     def __init__(self, trainer: Trainer, total: int | None) -> None:
         bar = trainer.progress_bar_callback
-        rich = getattr(bar, "progress", None) if isinstance(bar, RichProgressBar) else None
-        self.rich: Any = rich
-        self.task = rich.add_task("Attacking", total=total) if rich is not None else None
-        shown = bar is not None and rich is None and trainer.is_global_zero
-        self.bar = tqdm(total=total, desc="Attacking", leave=False, position=2, disable=not shown)
+        self.bar: Any = getattr(bar, "progress", None) if isinstance(bar, RichProgressBar) else None
+        self.task = self.bar and self.bar.add_task("Attacking", total=total)
 
     def advance(self, attack: str, images: int) -> None:
-        self.bar.set_postfix_str(attack, refresh=False)
-        self.bar.update(images)
-        if self.rich is not None:
-            self.rich.update(self.task, advance=images, description=f"Attacking: {attack}")
-            self.rich.refresh()
+        if self.bar:
+            self.bar.update(self.task, advance=images, description=f"Attacking: {attack}")
+            self.bar.refresh()
 
     def close(self) -> None:
-        self.bar.close()
-        if self.rich is not None:
-            self.rich.update(self.task, visible=False)
-            self.rich = None
+        if self.bar:
+            self.bar.update(self.task, visible=False)
+            self.bar = None
 
 
 def console_of(trainer: Trainer) -> Console:

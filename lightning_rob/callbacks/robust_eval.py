@@ -1,7 +1,7 @@
 """Robust accuracy at every validation and test, beside the clean one."""
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain, count
@@ -10,7 +10,6 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
-from torch.utils.data import DataLoader, Subset
 
 from lightning_rob.attacks import Attack
 from lightning_rob.callbacks.base import EvaluationCallback, with_threat
@@ -24,10 +23,9 @@ from lightning_rob.evaluation.evaluator import (
     AttackedBatch,
     Evaluator,
     check_names,
-    require_packages,
 )
 from lightning_rob.evaluation.findings import warn_of
-from lightning_rob.evaluation.groups import Batch, choose
+from lightning_rob.evaluation.groups import Batch
 from lightning_rob.evaluation.protocol import RoundProtocol
 from lightning_rob.evaluation.records import (
     SESSION,
@@ -37,17 +35,13 @@ from lightning_rob.evaluation.records import (
     versions,
 )
 from lightning_rob.evaluation.results import EvaluationResult, worst_measurement, worst_over
-from lightning_rob.evaluation.store import KNOWN, PerImageResults, save_images
+from lightning_rob.evaluation.store import KNOWN, PerImageResults
 from lightning_rob.evaluation.suites import plug_in_for
 from lightning_rob.runtime.errors import at_least
 from lightning_rob.runtime.identity import attack_spec, cache_key, fingerprint
 from lightning_rob.tables import CLEAN, print_table
 from lightning_rob.threat import Length, Norm
 
-NO_POSITIONS = (
-    "train_images needs images with positions, for training and for validation: give DataLoaders "
-    "over data sets with a length, or leave it out"
-)
 LONGEST_NAME = 80  # of a file, in letters, before it says how many more attacks there are
 
 
@@ -63,11 +57,13 @@ class RobustEval(EvaluationCallback):
     attacks on the full defense in the run (`lightning_rob.evaluation.worst_case`);
     `{stage}/robust/findings`, the number of warnings and severe findings of the checks; and
     `{stage}/robust/blind`, the largest share of images on which an attack had no gradient to follow
-    (`EvaluationResult.blind`). Images are attacked in groups by index and noise is keyed by image,
-    so that batch size and number of processes change nothing. A defense that adapts to the test
-    batch is attacked in rounds; "clean" is its accuracy on unperturbed images.
+    (`EvaluationResult.blind`). `robust.jsonl` in the run's folder has a line for each result.
 
-    The first of several such callbacks on a data loader evaluates the attacks of all, each in the
+    Images are attacked in groups by index and noise is keyed by image, so that batch size and
+    number of processes change nothing. A defense that adapts to the test batch is attacked in
+    rounds; "clean" is its accuracy on unperturbed images.
+
+    The first of several such callbacks evaluates the attacks of all, each in the
     epochs that its own callback asks for, and those of equal target and settings together. It logs,
     records and prints for all of them; its `results` are the rows of the whole table. An attack
     that an earlier callback runs is left out, and a name that it uses for another is numbered.
@@ -80,23 +76,17 @@ class RobustEval(EvaluationCallback):
         inferences: predictions of each image, clean or perturbed once; of more than one the table
             has the 95 % t interval, the spread by the defense's own randomness.
         panel: number of images that are drawn: clean, perturbation, adversarial.
-        record: file in the run's folder to which each result is appended as a line of JSON.
         eps: radius of all attacks instead of their own, in pixel units; step sizes keep their
             share of it.
         norm: norm of all attacks instead of their own, with `eps`: "l2" and 128/255.
         protocol: rounds in which a defense that adapts is attacked; None is `RoundProtocol()` for
             such a defense, and canonical groups for any other.
-        save_images: keep the perturbed images in the run's folder, without loss: PNG of those that
-            a `Quantized8Bit` attack makes, else float32 arrays.
         private_draws: fresh defenders, each with private randomness of its own, that adapt to the
             same perturbed batch; of more than one the intervals hold that randomness too.
         power: number of images, of each process, on which the attacks are tested: do they find
             adversarial images that exist by construction? See `lightning_rob.audit.power`.
         known_noise: attack a defense that predicts at random once more, by an attacker who knows
             its draws, and log `{stage}/robust/known_noise`; see `EvaluationResult.known_noise`.
-        train_images: attack as many training images too at each validation of a fit, a random
-            choice by the seed, and log `train/robust/{attack}`; without augmentation in a data
-            module of this package, in any other as its loader has them. `train_result` has them.
         **options: those of `EvaluationCallback`.
     """
 
@@ -106,16 +96,13 @@ class RobustEval(EvaluationCallback):
         target: Callable[[Defense], Defense] = full_defense,
         repeats: int = 1,
         panel: int = 6,
-        record: str = "robust.jsonl",
         eps: Length | None = None,
         norm: Norm | None = None,
         inferences: int = 1,
         protocol: RoundProtocol | None = None,
-        save_images: bool = False,
         private_draws: int = 1,
         power: int = 0,
         known_noise: bool = False,
-        train_images: bool = False,
         **options: Any,
     ) -> None:
         at_least(0, power=power)
@@ -132,49 +119,17 @@ class RobustEval(EvaluationCallback):
         )
         self.target = target
         self.panel = panel
-        self.record = record
-        self.save_images = save_images
         self.power = power
-        self.train_images = train_images
         self.evaluations: list[TargetEvaluation] = []
-        self.on_train: list[TargetEvaluation] = []
         self.result: EvaluationResult | None = None
-        self.train_result: EvaluationResult | None = None
         self.results: list[Result] = []
 
     @property
     def conditions(self) -> tuple[Any, ...]:
         return self.target, self.settings, self.every_n_epochs
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        before = self.attacks
-        super().setup(trainer, pl_module, stage)
-        require_packages(self.given.values())
-        earlier = self.earlier(trainer)
-        if any(one.inputs != self.inputs for one in earlier):
-            raise ValueError(
-                "all callbacks of a run need the same unpack and preprocess: their worst case is "
-                "one number; evaluate another preprocessing in another run"
-            )
-        for name, attack in self.attacks.items() if trainer.is_global_zero else ():
-            if name in before:
-                continue
-            taken = next(old for old, other in before.items() if other is attack)
-            other = next(one.attacks[taken].threat for one in earlier if taken in one.attacks)
-            radius = "" if attack.threat == other else f", at {attack.threat} instead of {other}"
-            console_of(trainer).print(
-                f"The name {taken} is taken by an earlier callback: this attack is {name}{radius}.",
-                highlight=False,
-                soft_wrap=True,
-            )
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse `train_images` of a stream before a step is taken; here loaders are known."""
-        if self.train_images:
-            _labelled_data(trainer)
-
     def evaluated_for(self, trainer: Trainer) -> Sequence["RobustEval"]:
-        """Return all callbacks of this kind on this data loader if this is the first of them."""
+        """Return all callbacks of this kind if this is the first of them."""
         peers = self.peers(trainer)
         if self not in peers:  # called by another callback
             return [self]
@@ -186,10 +141,8 @@ class RobustEval(EvaluationCallback):
         together: dict[Hashable, list[RobustEval]] = {}
         for one in self.evaluated_for(trainer):
             one.result, one.results, one.evaluations = None, [], []
-            one.train_result, one.on_train = None, []
             if one.due(trainer):
-                shown = (one.panel, one.record, one.save_images)
-                how = (one.target, one.settings, *shown, one.power, one.train_images)
+                how = (one.target, one.settings, one.panel, one.power)
                 together.setdefault(how, []).append(one)
         # Other targets see the same images if these come in the same groups or rounds.
         passes: dict[Hashable, Images] = {}
@@ -203,27 +156,22 @@ class RobustEval(EvaluationCallback):
             if protocol is not None and not trainer.sanity_checking:
                 give_source(defense, lambda: labelled_images(trainer))
             self.evaluations.append(TargetEvaluation(callbacks, images, defense, self.advance))
-            fitting = trainer.state.fn == "fit" and not trainer.sanity_checking
-            if callbacks[0].train_images and fitting:
-                rest = training_images(images), defense, self.advance
-                self.on_train.append(TargetEvaluation(callbacks, *rest, on_train=True))
-        return [*passes.values(), *(one.images for one in self.on_train)]
+        return list(passes.values())
 
     def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch, images: Images) -> None:
         """Score the batch under every attack; a sanity check tries no rounds."""
-        for evaluation in (*self.evaluations, *self.on_train):
+        for evaluation in self.evaluations:
             evaluator = evaluation.evaluator
             if evaluation.images is images and not (trainer.sanity_checking and evaluator.joint):
                 evaluator.score(*batch, keep=not trainer.sanity_checking)
 
     def finish_images(self, images: Images) -> None:
         """Gather the scores of all processes, and give them to the callbacks."""
-        for evaluation in (*self.evaluations, *self.on_train):
+        for evaluation in self.evaluations:
             if evaluation.images is images:
                 evaluation.result = images.result(evaluation.evaluator)
-                name = "train_result" if evaluation.on_train else "result"
                 for callback in evaluation.callbacks:
-                    setattr(callback, name, evaluation.result)
+                    callback.result = evaluation.result
 
     def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         finished: dict[Hashable, list[EvaluationResult]] = {}
@@ -263,10 +211,8 @@ class RobustEval(EvaluationCallback):
         self.log_value(pl_module, f"{stage}/robust/findings", float(len(flagged)))
         known = [share for share in blind if not math.isnan(share)]
         self.log_value(pl_module, f"{stage}/robust/blind", max(known, default=0.0))
-        warn_of(flagged.values())
-        for one in self.on_train:
-            for name in one.result.attacks:
-                self.log_value(pl_module, f"train/robust/{name}", one.result.accuracy(name))
+        if not trainer.testing:  # a test prints them below its table
+            warn_of(flagged.values())
         for callback in chain(*(evaluation.callbacks for evaluation in self.evaluations)):
             callback.log_more(pl_module, stage)
         if hook := getattr(pl_module, "on_robust_evaluation", None):
@@ -285,31 +231,8 @@ class RobustEval(EvaluationCallback):
             defense = self.defense_of(pl_module)
             title = [getattr(pl_module, "method", type(pl_module).__name__)]
             title += [type(defense).__name__] if defense.transductive else []
-            title += [f"data loader {self.inputs.dataloader_idx}"] if self.inputs.suffix else []
+            title += ["not on all images, as test/acc is"] * bool(self.settings.max_images)
             print_table(" · ".join(title), self.results, console_of(trainer))
-
-
-def _labelled_data(trainer: Trainer) -> Any:
-    """Return the data set of training images; ValueError if it has no length."""
-    data: Any = labelled_images(trainer) or getattr(trainer.train_dataloader, "dataset", None)
-    if not hasattr(data, "__len__"):
-        raise ValueError(NO_POSITIONS)
-    return data
-
-
-def training_images(like: Images) -> Images:
-    """Return as many training images as a validation has, a random choice by its seed."""
-    served: Any = like.trainer.train_dataloader
-    data = _labelled_data(like.trainer)
-    if like.positions is None:
-        raise ValueError(NO_POSITIONS)
-    chosen = choose(len(data), len(like.positions), like.settings.seed)
-    loader = DataLoader(
-        Subset(data, chosen.tolist()), like.loader.batch_size, collate_fn=served.collate_fn
-    )
-    # At the place of the validation images, whose limits then hold for them too.
-    loaders = [loader] * (like.place + 1)
-    return Images(like.trainer, loaders, like.inputs, like.settings, like.protocol, attacks=0)
 
 
 class TargetEvaluation:
@@ -324,9 +247,8 @@ class TargetEvaluation:
         images: Images,
         defense: Defense,
         advance: Callable[[str, int], None],
-        on_train: bool = False,  # whether they are training images, for the gap between the two
     ) -> None:
-        self.callbacks, self.images, self.on_train = callbacks, images, on_train
+        self.callbacks, self.images = callbacks, images
         self.defense, self.advance = defense, advance
         self.trainer, self.first, self.settings = images.trainer, callbacks[0], images.settings
         self.attacks = {name: a for one in callbacks for name, a in one.attacks.items()}
@@ -336,9 +258,7 @@ class TargetEvaluation:
         whole = self.first.defense_of(self.trainer.lightning_module)
         self.details = images.metadata_on(defense)
         self.details |= {"target": self.target_name, "plug_in": plug_in_for(whole)}
-        self.details |= {"stage": "train"} if on_train else {}
         self.panels: dict[str, Tensor] = {}
-        self.image_folder: Path | None = None
         store = self._store()
         self.evaluator = Evaluator(
             defense,
@@ -347,7 +267,7 @@ class TargetEvaluation:
             store,
             self.attacked,
             self.details,
-            power=0 if on_train else self.first.power,
+            power=self.first.power,
         )
 
     def _store(self) -> PerImageResults:
@@ -361,14 +281,11 @@ class TargetEvaluation:
             key = cache_key(attack_code=self.attacks, inputs=inputs, **card)
             logs: Any = trainer.logger and trainer.logger.save_dir
             unfinished = Path(logs or trainer.default_root_dir) / "unfinished" / key
-        joint, device = self.images.protocol is not None, trainer.lightning_module.device
-        names = (CLEAN, *self.attacks)
-        store = PerImageResults(names, self.settings.columns, device, unfinished, joint)
+        names, device = (CLEAN, *self.attacks), trainer.lightning_module.device
+        store = PerImageResults(names, self.settings.columns, device, unfinished)
         if (counts := store.counts()) and trainer.is_global_zero:
             known = ", ".join(f"{name} {number}" for name, number in counts.items())
             console_of(trainer).print(f"Continuing. Images scored already: {known}.")
-        if self.first.save_images and folder and not trainer.sanity_checking:
-            self.image_folder = unfinished or folder / "images"
         return store
 
     @cached_property
@@ -388,7 +305,6 @@ class TargetEvaluation:
             "data": f"{type(data).__name__}, {number} images",
             "group_size": batches if self.images.positions is None else self.settings.group_size,
             "protocol": self.details.get("protocol"),
-            "save_images": self.first.save_images,
             "names": list(self.attacks),  # the order of the columns
             "attacks": {name: threat_model_card(attack) for name, attack in self.attacks.items()},
             "versions": versions(),
@@ -398,40 +314,36 @@ class TargetEvaluation:
         }
 
     def attacked(self, batch: AttackedBatch) -> None:
-        """Advance the progress bar, draw the panel and save the images."""
+        """Advance the progress bar and draw the panel."""
         self.advance(batch.name, len(batch.index))
-        if self.on_train or batch.x_adv is None or batch.before is None or batch.after is None:
-            return  # nothing to show, or of an earlier run
+        if batch.x_adv is None:
+            return  # of an earlier run
         size = self.first.panel
         if size and batch.name not in self.panels:
-            pictures = (batch.x, batch.x_adv, batch.y, batch.before, batch.after)
-            self.panels[batch.name] = image_grid(*(part[:size] for part in pictures))
-        if self.image_folder:
-            save_images(self.image_folder / self._stem([batch.name]), batch.index, batch.x_adv)
+            self.panels[batch.name] = image_grid(batch.x[:size], batch.x_adv[:size])
 
     def write(self, folder: Path) -> None:
         """Write the scores image by image, the records and the panels."""
         trainer, stage = self.trainer, self.details["stage"]
         # Another test of the run must not replace the file of the first.
-        path = folder / "images" / f"{self._stem(self.attacks)}.csv"
+        path = folder / "images" / f"{self.stem}.csv"
         numbered = (path.with_stem(f"{path.stem}-{i}") for i in count(2))
         path = next(p for p in chain([path], numbered) if not p.exists())
         position = checkpoint_position(trainer)
         self.result.save(path, self.card | {"stage": stage, "session": SESSION, **position})
-        self.evaluator.store.copy_images(path.parent)
-        append_records(folder / self.first.record, (row.record() for row in self.rows))
+        append_records(folder / "robust.jsonl", (row.record() for row in self.rows))
         for name, picture in self.panels.items():
-            tag = f"{stage}/adversarial/{name}{self.first.inputs.suffix}"
-            log_picture(trainer, tag, picture)
+            log_picture(trainer, f"{stage}/adversarial/{name}", picture)
 
-    def _stem(self, names: Iterable[str]) -> str:
-        trainer, (first, *more) = self.trainer, names
+    @property
+    def stem(self) -> str:
+        """The name of the file of scores, without its suffix."""
+        trainer, (first, *more) = self.trainer, self.attacks
         epoch = [f"epoch{trainer.current_epoch:04d}"] if trainer.state.fn == "fit" else []
         often = trainer.val_check_interval
         if epoch and not (isinstance(often, float) and often == 1):  # several in an epoch
             epoch.append(f"step{trainer.global_step:06d}")
-        loader = [self.first.inputs.suffix.strip("/")] if self.first.inputs.suffix else []
         target = [self.target_name] if self.target is not full_defense else []
         joined = "+".join([first, *more])
         joined = joined if len(joined) <= LONGEST_NAME else f"{first}+{len(more)}_more"
-        return "-".join(["test" if trainer.testing else "val", *epoch, *loader, *target, joined])
+        return "-".join(["test" if trainer.testing else "val", *epoch, *target, joined])

@@ -39,7 +39,7 @@ class VotingRuleEval(EvaluationCallback):
 
     Prints a table with the accuracy under each rule, as Tables 4 to 7 of Liao et al. (2020), at the
     end of a test, and logs `{stage}/votes/{attack}/{rule}`, or `…/{ensemble}/{rule}` of the parts
-    asked for. Noise is keyed by image.
+    asked for; `votes.jsonl` in the run's folder has them too. Noise is keyed by image.
 
     Args:
         attacks: name -> attack.
@@ -52,7 +52,6 @@ class VotingRuleEval(EvaluationCallback):
         attacked: members that the attacker knows, in the same words; None is all.
         each_target: of each attack make a `TAA` on every member that can be attacked, in turn, and
             call it `{attack}_on_{transformation}` (Table 4).
-        record: file in the run's folder to which each accuracy is appended as a line of JSON.
         only: patterns of the names of the attacks to run, such as "cw*"; None runs all.
         eps: radius of all attacks instead of their own, see `RobustEval`.
         norm: norm of the attacks instead of their own, with `eps`.
@@ -67,7 +66,6 @@ class VotingRuleEval(EvaluationCallback):
         draws: int = 5,
         attacked: Names | None = None,
         each_target: bool = False,
-        record: str = "votes.jsonl",
         only: list[str] | None = None,
         eps: Length | None = None,
         norm: Norm | None = None,
@@ -89,7 +87,6 @@ class VotingRuleEval(EvaluationCallback):
         self.attacked = attacked
         self.each_target = each_target
         self.made: dict[str, Attack] = {}
-        self.record = record
         self.parts: dict[str, list[list[int]]] = {}
         self.tables: dict[str, PerImage] = {}
         self.seconds: dict[str, float] = {}
@@ -182,7 +179,7 @@ class VotingRuleEval(EvaluationCallback):
             self.log_value(pl_module, key, result["accuracy"])
         folder = writing_folder(trainer)
         if folder is not None:
-            append_records(folder / self.record, self.results)
+            append_records(folder / "votes.jsonl", self.results)
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.results and trainer.is_global_zero:

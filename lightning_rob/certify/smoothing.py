@@ -1,28 +1,179 @@
 """Certificates by randomized smoothing (Cohen et al. 2019), with draws where they are needed."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from scipy.special import betaincinv, ndtr, ndtri
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from lightning_rob.attacks import evaluating
 from lightning_rob.attacks.base import check_images
-from lightning_rob.certify.bounds import Looks, lower_bound, probability_for, radius_of
-from lightning_rob.certify.certificates import Certificates
 from lightning_rob.defenses import Defense, Smoothing, is_smoothing
 from lightning_rob.defenses.smoothing import sampling_error
 from lightning_rob.evaluation.evaluate import as_defense, indexed_groups
 from lightning_rob.evaluation.evaluator import EvaluationSettings, check_indices, device_of
 from lightning_rob.evaluation.groups import GROUP_SIZE, Unpack, on_device, serves_once
+from lightning_rob.evaluation.records import Result, measured
+from lightning_rob.evaluation.result_file import write_table
+from lightning_rob.evaluation.results import EvaluationResult
 from lightning_rob.metrics import PerImage
 from lightning_rob.objectives import check_labels
 from lightning_rob.randomness import Streams, seeded_global_rng
 from lightning_rob.rules import random_member
 from lightning_rob.runtime.errors import at_least
+from lightning_rob.tables import table_text
+
+Floats = NDArray[np.float64]
+FEWEST = 50  # draws before the first look
+ROUNDING = 2.0**-30  # relative, of quantiles and radii: far above their error in double precision
+
+
+def lower_bound(right: Floats, draws: int, failure: float) -> Floats:
+    """Compute the one-sided lower bound of Clopper and Pearson (1934) from `right` of `draws`."""
+    k = np.maximum(right, 1)
+    bound = betaincinv(k, draws - k + 1, failure)
+    return np.where(right > 0, bound * (1 - ROUNDING), 0.0)
+
+
+@dataclass(frozen=True)
+class Looks:
+    """When to look at the votes, and how much of the failure probability each look may spend.
+
+    Whichever look is used, and whatever decides to stop, some bound is above the truth with a
+    probability of at most `failure`.
+    """
+
+    draws: int  # n, of the last look
+    failure: float  # the probability with which some bound may be above the truth
+    early: bool = True  # look before the last draw
+
+    @property
+    def schedule(self) -> list[tuple[int, float]]:
+        """The number of draws of each look, rising, and the failure probability it spends."""
+        # A bound that is computed after each look and kept where it is good fails more often than
+        # one that is computed once. The looks therefore share the failure probability, a union
+        # bound over a schedule that is fixed before: half is the last look's, which hard images
+        # need, and the looks before, each after half as many draws, share the rest.
+        counts = [self.draws]
+        while self.early and counts[0] // 2 >= FEWEST:
+            counts = [counts[0] // 2, *counts]
+        if len(counts) == 1:
+            return [(self.draws, self.failure)]
+        share = self.failure / 2
+        return [*((n, share / (len(counts) - 1)) for n in counts[:-1]), (self.draws, share)]
+
+    def undecided(
+        self, right: Floats, draws: int, lower: Floats, wanted: Floats
+    ) -> NDArray[np.bool_]:
+        """Return which images [B] more draws can help beyond one of the wanted bounds [R].
+
+        Of the draws so far `right` [B] were for the chosen class, with `lower` [B] the best bound.
+        """
+        best = lower_bound(right + self.draws - draws, self.draws, self.schedule[-1][1])
+        # Giving up too early costs power alone, not soundness.
+        hopeless = 1 - lower_bound(draws - right, draws, self.failure)
+        reach = np.minimum(best, hopeless)[:, None]
+        return np.asarray(((lower[:, None] < wanted) & (wanted < reach)).any(1))
+
+
+def radius_of(probability: Floats, sigma: float) -> Floats:
+    """Compute sigma times the normal quantile, rounded down; 0 below a probability of 1/2."""
+    inside = np.maximum(probability, 0.5)
+    return np.asarray(sigma * ndtri(inside) * (1 - ROUNDING))
+
+
+def probability_for(radii: Floats, sigma: float) -> Floats:
+    """Compute the bound of the probability that certifies these radii, rounded up."""
+    return np.asarray(ndtr(radii / sigma * (1 + 4 * ROUNDING)) * (1 + 4 * ROUNDING))
+
+
+DIGITS = 10**6  # radii in files are rounded down to multiples of 1 / DIGITS
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """Certified l2 radii of N images by rising index; see `certify`.
+
+    The prediction abstains, by class -1, where no class has more than half of the votes with
+    certainty.
+    """
+
+    index: Tensor
+    label: Tensor
+    prediction: Tensor
+    draws: Tensor  # [N] that were taken, those that choose the class among them
+    probability: Tensor  # [N] lower bound of the probability of the class's votes
+    radius: Tensor  # [N] certified radius in pixel units, 0 where the prediction abstains
+    details: Mapping[str, Any] = field(default_factory=dict)  # sigma and the other settings
+
+    def per_image(self, radius: float) -> Tensor:
+        """Return which images [N] are predicted right everywhere within a radius, as 0 or 1."""
+        right = (self.prediction == self.label) & (self.radius >= radius)
+        return right.double()
+
+    def certified(self, radius: float) -> float:
+        """Return the certified accuracy in [0, 1] within an l2 radius in pixel units."""
+        return self.measurement(radius).accuracy
+
+    def measurement(self, radius: float) -> Result:
+        """Return the certified accuracy within a radius with its 95 % interval over images."""
+        if not radius >= 0:
+            raise ValueError(f"a radius is a length of at least 0, got {radius}")
+        ball = {"ball": f"l2 {radius:.4g}", "interval_covers": "images"}
+        scores = self.per_image(radius)
+        return measured(f"certified_{radius:g}", scores, 0.0, {**self.details, **ball})
+
+    def table(self, radii: Sequence[float], title: str = "Certified accuracy") -> str:
+        """Return the table of certified accuracies within some radii, for a terminal."""
+        return table_text(title, [self.measurement(radius) for radius in radii])
+
+    def record(self, radii: Sequence[float]) -> dict[str, Any]:
+        """Return the certified accuracies within some radii as a record."""
+        rows = [self.measurement(radius) for radius in radii]
+        found = {"accuracy": [r.accuracy for r in rows], "intervals": [r.interval for r in rows]}
+        own = {**self.details, "radii": list(radii)}
+        return {"kind": "certified", "name": "certified", **own, **found, "n": len(self.index)}
+
+    def columns(self) -> dict[str, list[Any]]:
+        """Return the columns of a CSV file by name; radii and bounds are rounded down."""
+        floor = {
+            name: [math.floor(value * DIGITS) / DIGITS for value in values.tolist()]
+            for name, values in (("radius", self.radius), ("probability", self.probability))
+        }
+        own = {"prediction": self.prediction.tolist(), **floor, "draws": self.draws.tolist()}
+        return {f"certified_{name}": values for name, values in own.items()}
+
+    def save(self, path: Path | str) -> None:
+        """Write the certificate of each image as CSV and, beside it, the settings as JSON."""
+        images = {"index": self.index.tolist(), "label": self.label.tolist()}
+        write_table(Path(path), images | self.columns(), {"kind": "certificates", **self.details})
+
+    def violations(self, attacked: EvaluationResult) -> list[tuple[str, int]]:
+        """Return (attack, image) where an attack succeeds within the radius that is certified.
+
+        Attacks are on the same smoothed defense, in l2; they succeed where every inference is
+        wrong, which 10 inferences are by bad luck on one of 1,000 images at most. Any success is
+        a bug of the attack or of the certificate, or the model's prediction on a copy depends on
+        more than this copy, but for the small probability with which a certificate fails.
+        """
+        if not torch.equal(self.index, attacked.index):
+            raise ValueError("certificates and attacks are of other images: evaluate the same ones")
+        found = []
+        for name, attack in attacked.attacks.items():
+            if attack.threat.p != 2 or attack.threat.relative:
+                continue
+            broken = attacked.per_image(name) == 0
+            broken &= self.per_image(attack.threat.eps) == 1
+            found += [(name, image) for image in self.index[broken].tolist()]
+        return found
+
 
 SELECTION = 100  # draws that choose the class, n0 of the paper
 COPIES = 2**13  # noisy images at a time

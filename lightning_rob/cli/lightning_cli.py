@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Collection, Sequence
 from functools import cached_property
@@ -32,9 +33,12 @@ from lightning_rob.cli.options import (
 from lightning_rob.commands.base import trained_threat
 from lightning_rob.commands.checkpoints import RECIPE, config_in_checkpoint, read_checkpoint
 from lightning_rob.commands.thresholds import parse_thresholds, violations
+from lightning_rob.evaluation.evaluate import as_defense
+from lightning_rob.evaluation.suites import plug_in_for
 from lightning_rob.modules import RobustModule
 from lightning_rob.recipes.plugins import expand_recipe
 from lightning_rob.recipes.safe_yaml import load, one_line, reading_recipes
+from lightning_rob.recipes.trust import OPTION, allowed
 from lightning_rob.runtime.errors import Fault, InputError, NoGradientError
 from lightning_rob.runtime.files import UNWRITABLE, atomic_write_text
 from lightning_rob.runtime.processes import supervised_processes
@@ -258,11 +262,10 @@ class RobustCLI(LightningCLI):
         threats = [attack.threat for attack in self._attacks().values()]
         radii = dict.fromkeys(str(threat) for threat in threats if threat != EVERY_IMAGE)
         if radii and str(trained) not in radii:
-            why = f"at {trained}" if trained else "without attacks"
-            self._print(
-                f"Radius: the attacks are at {', '.join(radii)}; the training was {why}; "
-                "--trainer.callbacks.eps takes another"
-            )
+            options = radius_options(trained)
+            taken = f", taken by{options}" if options else ""
+            why = f"at {trained}{taken}" if trained else "without attacks"
+            self._print(f"Radius: the attacks are at {', '.join(radii)}; the training was {why}")
 
     def before_predict(self) -> None:
         if not self.config.get("ckpt_path"):
@@ -270,6 +273,12 @@ class RobustCLI(LightningCLI):
 
     def before_test(self) -> None:
         self.before_validate()
+        attacks = [*self._attacks()]
+        # A threshold for an attack that is not configured would be found missing after hours.
+        for name in self.minima if attacks else ():
+            prefix, _, attack = name.removeprefix("test/").rpartition("robust/")
+            if not prefix and attack != name and attack not in (*attacks, "worst", "clean"):
+                raise InputError(f"no attack is called {attack!r}: {', '.join(attacks)}, worst")
 
     def recipe(self) -> dict[str, Any]:
         """Return the whole configuration as plain data, defaults included."""
@@ -310,5 +319,22 @@ class RobustCLI(LightningCLI):
             trainer.test(
                 self.model, self.datamodule, ckpt_path=path, verbose=False, weights_only=True
             )
+        if written:
+            plug_in = Path(plug_in_for(as_defense(self.model))).stem
+            radius = radius_options(trained_threat(self.model))
+            allowances = "".join(f" {OPTION} {name}" for name in sorted(allowed()))
+            path = shlex.quote(written) + allowances
+            self._print(
+                f"Next: lightning-rob test {path} --trainer.callbacks+={plug_in}{radius}\n"
+                f"      lightning-rob audit {path}"
+            )
         if tested:
             self._check_thresholds("test")
+
+
+def radius_options(threat: Threat | None) -> str:
+    """Return the options with which a plug-in takes a threat; none if it is relative."""
+    if threat is None or threat.relative:
+        return ""
+    norm = "" if threat.norm == "linf" else f" --trainer.callbacks.norm={threat.norm}"
+    return f"{norm} --trainer.callbacks.eps={str(threat).split()[1]}"

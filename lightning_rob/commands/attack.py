@@ -60,7 +60,7 @@ def run(config: AttackConfig, built: "Run") -> bool:
         if folder := writing_folder(built.trainer):
             atomic_write_text(folder / "found.yaml", found[0].recipe)
             print(f"As a plug-in: --trainer.callbacks+={folder / 'found.yaml'}")
-        print(f"In Python:\n{found[0].python}")
+        print(f"In Python: {found[0].attack}")
     return False
 
 

@@ -201,13 +201,10 @@ class ImageData(LightningDataModule, ABC):
         return IndexedSubset(part.source, part.indices, self.preprocessing())
 
     def train_dataloader(self) -> DataLoader[Any]:
-        # Where shares would be unequal, a few images are in two of them. A module whose processes
-        # train different networks has all images on each.
+        # Where shares would be unequal, a few images are in two of them.
         part = self.parts["train"]
         start = resume_point(self.trainer, self.state_dict().get("epoch", self._epoch))
-        apart = getattr(self.trainer and self.trainer.lightning_module, "trains_apart", False)
-        share = {} if apart else self._share()
-        self._sampler = EpochSampler(part, self.batch_size, self.seed, start, **share)
+        self._sampler = EpochSampler(part, self.batch_size, self.seed, start, **self._share())
         return ResumableLoader(part, sampler=self._sampler, **self._options(self.batch_size))
 
     def val_dataloader(self) -> DataLoader[Any] | list[Any]:

@@ -10,7 +10,6 @@ import pickle
 import random
 import sys
 import zlib
-from argparse import Namespace
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
@@ -38,8 +37,6 @@ OWN_FIELDS = ("_parameters", "_buffers", "_modules")
 SHARED_FROM = 2**26  # bytes of a plain tensor or array from which it is a data set, and shared
 NO_STATE = {"training", ORIGIN, *OWN_FIELDS}  # attributes that evaluations set themselves
 LONGEST = 1000  # entries of a container that are copied; longer ones, as of paths, share theirs
-DEEPEST = 20  # containers and objects inside each other
-NAMESPACES = (SimpleNamespace, Namespace)
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
@@ -103,7 +100,7 @@ def _state(module: nn.Module) -> dict[str, Any]:
     return found
 
 
-def _mark(value: Any, seen: set[int], depth: int = DEEPEST) -> Any:
+def _mark(value: Any, seen: set[int]) -> Any:
     """Return something small that differs once a value has changed."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -113,20 +110,19 @@ def _mark(value: Any, seen: set[int], depth: int = DEEPEST) -> Any:
         # numpy does not count changes, so that the content itself is looked at.
         small = value.nbytes <= SHARED_FROM and not value.dtype.hasobject
         return id(value), zlib.crc32(value.tobytes()) if small else 0
+    if isinstance(value, torch.Generator):  # a pickled tensor has other bytes at times
+        return value.get_state().numpy().tobytes()
     if isinstance(value, GENERATORS):
-        # A pickled tensor has other bytes at times.
-        if isinstance(value, torch.Generator):
-            return value.get_state().numpy().tobytes()
         return pickle.dumps(value)
     parts = _parts(value)
-    if parts is None or id(value) in seen or not depth:
+    if parts is None or id(value) in seen:
         return id(value)
     seen.add(id(value))
     if len(parts) > LONGEST:
         return id(value), len(parts)
     names = tuple(map(repr, parts)) if isinstance(parts, dict) else ()
     inside = parts.values() if isinstance(parts, dict) else parts
-    return id(value), names, tuple(_mark(part, seen, depth - 1) for part in inside)
+    return id(value), names, tuple(_mark(part, seen) for part in inside)
 
 
 def _parts(value: Any) -> Any:
@@ -134,10 +130,9 @@ def _parts(value: Any) -> Any:
     if isinstance(value, list | tuple | set | deque | dict):
         return value
     kind = type(value)
-    if isinstance(value, NAMESPACES):
-        return vars(value)
     # Objects of packages are shared: trainers, loggers, locks, files.
-    if is_library(kind.__module__) or isinstance(value, type | nn.Module | Enum | BaseException):
+    foreign = is_library(kind.__module__) and kind is not SimpleNamespace
+    if foreign or isinstance(value, type | nn.Module | Enum | BaseException):
         return None
     plain = hasattr(value, "__dict__") and not hasattr(kind, "__del__")
     return vars(value) if plain else None
@@ -163,41 +158,31 @@ def _copied_module(module: nn.Module, memo: Memo) -> nn.Module:
     memo.update((id(part), object.__new__(type(part))) for part in tree)
     for part in tree:
         copied, values = memo[id(part)], part.__dict__
-        # A layer of torch without hooks has numbers only beside its tensors: nothing to copy.
-        hooks = (value for name, value in values.items() if name.endswith("_hooks"))
-        hooked = "forward" in values or any(hooks)
-        simple = type(part).__module__.startswith("torch.nn.modules.")
-        numbers_only = simple and not isinstance(part, nn.RNNBase) and not hooked
         for field in OWN_FIELDS:  # first: these tensors are copied whatever their size
-            own = {
-                name: _copied(each, memo, registered=True) for name, each in values[field].items()
-            }
+            own = {name: _copied(each, memo, True) for name, each in values[field].items()}
             copied.__dict__[field] = type(values[field])(own)
         for name in (name for name in values if name not in OWN_FIELDS):
-            copied.__dict__[name] = values[name] if numbers_only else _copied(values[name], memo)
+            copied.__dict__[name] = _copied(values[name], memo)
         copied.__dict__[ORIGIN] = ref(original(part))
     return memo[id(module)]
 
 
-def _copied(value: Any, memo: Memo, depth: int = DEEPEST, registered: bool = False) -> Any:
+def _copied(value: Any, memo: Memo, registered: bool = False) -> Any:
     """Return a value in which the copies take the place of modules, weights and tensors."""
     if id(value) in memo:
         return memo[id(value)]
     if isinstance(value, nn.Module):
         return _copied_module(value, memo)
+    if isinstance(value, nn.Parameter):
+        return memo.setdefault(id(value), nn.Parameter(value.detach().clone(), False))
     if isinstance(value, Tensor | np.ndarray):
-        if isinstance(value, nn.Parameter):
-            memo[id(value)] = nn.Parameter(value.detach().clone(), requires_grad=False)
-        elif value.nbytes > SHARED_FROM and not registered:
-            memo[id(value)] = value
-        else:
-            memo[id(value)] = value.detach().clone() if isinstance(value, Tensor) else value.copy()
-        return memo[id(value)]
+        if value.nbytes > SHARED_FROM and not registered:
+            return value
+        own = value.detach().clone() if isinstance(value, Tensor) else value.copy()
+        return memo.setdefault(id(value), own)
     if isinstance(value, GENERATORS):
         return memo.setdefault(id(value), copy.deepcopy(value))
-    if depth == 0:
-        return value
-    inside = partial(_copied, memo=memo, depth=depth - 1)
+    inside = partial(_copied, memo=memo)
     if isinstance(value, MethodType):
         return MethodType(value.__func__, inside(value.__self__))
     if isinstance(value, partial):
@@ -207,8 +192,9 @@ def _copied(value: Any, memo: Memo, depth: int = DEEPEST, registered: bool = Fal
         return _copied_function(value, inside)
     if (parts := _parts(value)) is None:
         return value
-    if type(value) is tuple:  # by value: whatever holds itself does so by something else
-        return tuple(map(inside, value))
+    if isinstance(value, tuple):  # by value: whatever holds itself does so by something else
+        make: Any = getattr(type(value), "_make", type(value))  # with names
+        return make(map(inside, value))
     try:
         copied = copy.copy(value)  # of its own kind, such as the ordered ones that hold hooks
     except Exception:  # it holds a lock, a file or the like
@@ -221,8 +207,6 @@ def _copied(value: Any, memo: Memo, depth: int = DEEPEST, registered: bool = Fal
     elif isinstance(value, set | deque):
         copied.clear()
         getattr(copied, "update" if isinstance(value, set) else "extend")(map(inside, value))
-    elif isinstance(value, tuple):  # with names
-        memo[id(value)] = copied = type(value)._make(map(inside, value))  # type: ignore[attr-defined]
     else:
         held = copied if isinstance(value, dict) else copied.__dict__
         for key, part in parts.items():
@@ -232,21 +216,17 @@ def _copied(value: Any, memo: Memo, depth: int = DEEPEST, registered: bool = Fal
 
 def _copied_function(value: FunctionType, inside: Callable[[Any], Any]) -> FunctionType:
     """Return a function whose closure refers to copies; itself where it refers to no module."""
-    cells = value.__closure__ or ()
     try:
-        before = [cell.cell_contents for cell in cells]
+        before = [cell.cell_contents for cell in value.__closure__ or ()]
     except ValueError:  # a name that is not bound yet
         return value
     after = [inside(content) for content in before]
     pairs = zip(before, after, strict=True)
     if not any(isinstance(b, nn.Module | MethodType) and a is not b for a, b in pairs):
         return value  # a list in which it records its calls is the caller's
+    cells = tuple(map(CellType, after))
     copied = FunctionType(
-        value.__code__,
-        value.__globals__,
-        value.__name__,
-        value.__defaults__,
-        tuple(map(CellType, after)),
+        value.__code__, value.__globals__, value.__name__, value.__defaults__, cells
     )
     copied.__kwdefaults__ = value.__kwdefaults__
     copied.__dict__.update(value.__dict__)

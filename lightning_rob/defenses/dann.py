@@ -1,15 +1,13 @@
 """DANN: a network whose features do not separate the test images from the training images."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_rob.defenses.transductive import (
-    Augment,
     Retraining,
     Source,
     SourceData,
@@ -18,7 +16,6 @@ from lightning_rob.defenses.transductive import (
 )
 from lightning_rob.nets.dann import reversed_gradient
 from lightning_rob.objectives import classification_loss
-from lightning_rob.rules import Rule, mean_probs
 
 
 def check_parts(net: nn.Module) -> None:
@@ -62,31 +59,21 @@ class DANN(Retraining):
 
     Args:
         net: [B, C, H, W] -> [B, K] with `features`, `classify` and `domain`, such as `DANNNet`.
-        epochs: number of epochs; the authors train 100.
-        batch_size: images of each domain per step; the authors use 128, for CIFAR-10 64.
         scale: of the reversed gradient, see `reversal_weight`.
-        optimizer: parameters -> optimizer; the authors use Adam at 0.001, for CIFAR-10 SGD at 0.1
-            with Nesterov's momentum and weight decay 0.0001.
-        lr_scheduler: optimizer -> schedule, stepped once an epoch; None keeps the rate. The authors
-            divide it by 10 at epochs 50, 75 and 90 for CIFAR-10.
-        augment: applied to an image [C, H, W] of either domain in training, drawing from torch's
-            global stream; predictions are of the unchanged images.
+        **options: arguments of `Retraining`. The authors train 100 epochs by Adam at 0.001 on
+            batches of 128, for CIFAR-10 of 64 by SGD at 0.1 with Nesterov's momentum and weight
+            decay 0.0001, a tenth of it from epochs 50, 75 and 90.
     """
 
     def __init__(
         self,
         net: nn.Module,
         source: SourceData | None = None,
-        epochs: int = 100,
-        batch_size: int = 128,
         scale: float = 0.1,
-        optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = torch.optim.Adam,
-        lr_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
-        augment: Sequence[Augment] = (),
-        rule: Rule = mean_probs,
+        **options: Any,
     ) -> None:
         check_parts(net)
-        super().__init__(net, source, epochs, batch_size, optimizer, lr_scheduler, augment, rule)
+        super().__init__(net, source, **options)
         if scale < 0:
             raise ValueError(f"scale must not be negative, got {scale}")
         self.scale = scale

@@ -2,11 +2,10 @@
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Literal, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import batch_norm
 
 from lightning_rob.defenses.network import network_logits
 from lightning_rob.defenses.per_image import PerImageLayer
@@ -17,10 +16,8 @@ from lightning_rob.defenses.transductive import (
     progress_bar,
     trainable,
 )
-from lightning_rob.rules import Rule, mean_probs
 from lightning_rob.runtime.errors import at_least
 
-Statistics = Literal["static", "batch"]
 BatchNorm = nn.modules.batchnorm._BatchNorm
 EPS = 1e-5  # in the logarithms of DENT+, as released
 ADAPTED = (nn.BatchNorm2d, nn.SyncBatchNorm, LocalBatchNorm)
@@ -30,15 +27,13 @@ class DENT(Transductive):
     """Minimise the entropy of predictions, keep their mean diverse (Wang et al. 2021, DENT+).
 
     Each image has scales and shifts of its own in every BatchNorm2d; they start from the network's
-    and take some steps on the loss of Chen et al. 2022, eq. 8. All other weights are fixed, and
-    each batch starts from the network again. The adapted defense predicts the batch that it has
-    adapted to, in the same order.
+    and take some steps on the loss of Chen et al. 2022, eq. 8. All other weights and the statistics
+    of training are fixed, and each batch starts from the network again. The adapted defense
+    predicts the batch that it has adapted to, in the same order.
 
     Args:
         net: [B, C, H, W] -> [B, K] logits, with BatchNorm2d anywhere in it.
         optimizer: parameters -> optimizer; None is the paper's AdaMod.
-        statistics: means and variances of BatchNorm: "static", those of training, or "batch",
-            those of the test batch.
         diversity: weight of the term that keeps the mean prediction diverse; 0 is entropy alone,
             the objective of Tent (Wang et al. 2021).
     """
@@ -50,20 +45,15 @@ class DENT(Transductive):
         net: nn.Module,
         steps: int = 6,
         optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
-        statistics: Statistics = "static",
         diversity: float = 1.0,
-        rule: Rule = mean_probs,
     ) -> None:
-        super().__init__(net, rule)
+        super().__init__(net)
         at_least(1, steps=steps)
-        if statistics not in ("static", "batch"):
-            raise ValueError(f"statistics must be 'static' or 'batch', got {statistics!r}")
         if not any(isinstance(module, ADAPTED) for module in net.modules()):
             raise ValueError(f"DENT adapts BatchNorm2d, and a {type(net).__name__} has none")
         self.steps = steps
         default = partial(AdaMod, lr=0.006, betas=(0.99, 0.999), beta3=0.6)
         self.optimizer: Optimizer = optimizer or default
-        self.statistics = statistics
         self.diversity = diversity
 
     def fit_to_batch(self, x: Tensor, generator: torch.Generator) -> Self:
@@ -72,7 +62,7 @@ class DENT(Transductive):
         norms = {name: m for name, m in net.named_modules() if isinstance(m, ADAPTED)}
         weights: list[nn.Parameter] = []
         for name, norm in norms.items():
-            layer = PerImageNorm(norm, len(x), self.statistics).to(device)
+            layer = PerImageNorm(norm, len(x)).to(device)
             net.set_submodule(name, layer)
             weights += layer.parameters()
         optimizer = self.optimizer(weights)
@@ -107,10 +97,13 @@ def information(logits: Tensor, diversity: float = 1.0) -> Tensor:
 class PerImageNorm(PerImageLayer):
     """A BatchNorm2d with a scale and a shift for each image and channel."""
 
-    def __init__(self, norm: BatchNorm, count: int, statistics: Statistics) -> None:
+    mean: Tensor
+    var: Tensor
+
+    def __init__(self, norm: BatchNorm, count: int) -> None:
         super().__init__()
-        self.mean: Tensor | None
-        self.var: Tensor | None
+        if norm.running_mean is None or norm.running_var is None:
+            raise ValueError("DENT needs the statistics of training: track_running_stats=True")
         scale, shift = (
             torch.full((norm.num_features,), start) if given is None else given.detach()
             for given, start in ((norm.weight, 1.0), (norm.bias, 0.0))
@@ -118,10 +111,8 @@ class PerImageNorm(PerImageLayer):
         self.weight = nn.Parameter(scale.repeat(count, 1))
         self.bias = nn.Parameter(shift.repeat(count, 1))
         self.eps = norm.eps
-        self.separable = statistics == "static"
-        for name, value in (("mean", norm.running_mean), ("var", norm.running_var)):
-            kept = value.clone() if self.separable and value is not None else None
-            self.register_buffer(name, kept)
+        self.register_buffer("mean", norm.running_mean.clone())
+        self.register_buffer("var", norm.running_var.clone())
 
     def forward(self, x: Tensor) -> Tensor:
         rows = slice(None) if self.rows is None else self.rows
@@ -132,9 +123,6 @@ class PerImageNorm(PerImageLayer):
                 f"a network that has adapted to {len(weight)} images was given {len(x)}: it "
                 "answers its own batch, from which an attack must not drop images (PGD does not)"
             )
-        if self.mean is None or self.var is None:
-            plain = batch_norm(x, None, None, training=True, eps=self.eps)
-            return plain * weight[..., None, None] + bias[..., None, None]
         # One multiplication and addition per pixel: statistics and scales are merged first.
         scale = weight * (self.var + self.eps).rsqrt()
         shift = bias - self.mean * scale
@@ -151,21 +139,11 @@ class AdaMod(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         beta3: float = 0.999,
         eps: float = 1e-8,
-        weight_decay: float = 0.0,
     ) -> None:
-        if not lr > 0:
-            raise ValueError(f"lr must be positive, got {lr}")
-        if not all(0 <= beta < 1 for beta in (*betas, beta3)):
-            raise ValueError(f"betas must be in [0, 1), got {(*betas, beta3)}")
-        defaults = {"lr": lr, "betas": tuple(betas), "beta3": beta3}
-        super().__init__(params, defaults | {"eps": eps, "weight_decay": weight_decay})
+        super().__init__(params, {"lr": lr, "betas": betas, "beta3": beta3, "eps": eps})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for weight in group["params"]:
@@ -183,7 +161,4 @@ class AdaMod(torch.optim.Optimizer):
                 size = group["lr"] * unbiased / (state["square"].sqrt() + group["eps"])
                 # The average starts at 0 and, as in the paper, is not corrected for it.
                 state["size"].lerp_(size, 1 - group["beta3"])
-                if group["weight_decay"]:
-                    weight.mul_(1 - group["weight_decay"] * group["lr"])
                 weight.sub_(torch.minimum(state["size"], size) * state["mean"])
-        return loss

@@ -72,8 +72,5 @@ def _described(output: Any) -> str:
     if isinstance(output, Tensor):
         return f"Tensor {list(output.shape)} of {output.dtype}"
     if isinstance(output, Mapping):
-        return f"{type(output).__name__} with keys {', '.join(map(str, output)) or 'none'}"
-    if isinstance(output, tuple | list):
-        parts = ", ".join(map(_described, output[:3])) + ", …" * (len(output) > 3)
-        return f"{type(output).__name__} of {len(output)} ({parts})"
-    return "None" if output is None else type(output).__name__
+        return f"{type(output).__name__} with keys {', '.join(map(str, output))}"
+    return type(output).__name__

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -81,16 +80,12 @@ class RandomTransforms(Defense):
         self.released_code = released_code
         self.folder = approximations if isinstance(approximations, str) else None
         self.approximations: dict[str, nn.Module] = {}  # a dict: neither trained nor saved
-        if not isinstance(approximations, str):
-            self.approximations |= approximations or {}
-        elif not Path(approximations).is_dir():
-            raise FileNotFoundError(
-                f"no folder {approximations}: train networks with lightning-rob bpda"
-            )
-        else:
+        if isinstance(approximations, str):
             for transform in self.transforms.values():
                 with suppress(FileNotFoundError):  # one that is missing raises when it is used
                     self.approximations |= load_approximations(approximations, [transform])
+        else:
+            self.approximations |= approximations or {}
         for approximation in self.approximations.values():
             approximation.eval()
         self.gradients: Gradients = gradients

@@ -2,10 +2,9 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
@@ -32,20 +31,16 @@ from lightning_rob.randomness import (
     generator_from,
     seeded_global_rng,
 )
-from lightning_rob.rules import Rule, mean_probs
 from lightning_rob.runtime.errors import at_least
-from lightning_rob.runtime.files import atomic_write
-from lightning_rob.runtime.identity import cache_key, fingerprint
+from lightning_rob.runtime.identity import fingerprint
 
 Attacker = Callable[[Defense, Tensor, Tensor, Generator], Any]  # to a Tensor, see `data.samples`
 Stop = Literal["either", "both"]
 NEAREST = 0.2  # share of the neighbours that may validate
 HELD_OUT = 0.25  # share of these that validates
 CALIBRATION_HELD_OUT = 0.125  # as released
-FORMAT = 2  # of the cache files; increase it if their content or layout changes
 BATCH = 256  # images attacked at a time
 CHUNK = 1 << 14  # rows of features whose distances are computed at a time
-SAMPLED = 64  # source images that enter the cache key
 
 
 class RMC(Transductive):
@@ -72,11 +67,8 @@ class RMC(Transductive):
         stop: "either" condition is enough, as the paper says, or "both" have to hold, as in its
             code: then training takes several times as long.
         stateful: continue from the adaptation to the image before; else begin with `net` each time.
-        calibrate: whether a stateful defense calibrates after each prediction.
         augment: applied to the images of D' before the attack, see `Source.gather`.
-        layer: name of the module whose input are the features; None is the last linear layer.
         seed: seed of D', which is shared by all adaptations.
-        cache: folder that keeps D' for other runs; None keeps it while the process runs.
     """
 
     def __init__(
@@ -93,14 +85,10 @@ class RMC(Transductive):
         patience: int = 5,
         stop: Stop = "either",
         stateful: bool = True,
-        calibrate: bool = True,
         augment: Sequence[Augment] = (),
-        layer: str | None = None,
         seed: int = 0,
-        cache: str | None = None,
-        rule: Rule = mean_probs,
     ) -> None:
-        super().__init__(net, rule, source)
+        super().__init__(net, source)
         at_least(1, epochs=epochs, batch_size=batch_size, patience=patience)
         at_least(5, neighbours=neighbours)  # of the nearest fifth some validate
         if stop not in ("either", "both"):
@@ -114,13 +102,12 @@ class RMC(Transductive):
         self.patience = patience
         self.stop: Stop = stop
         self.stateful = stateful
-        self.calibrate = calibrate
-        self.store = FeatureStore(attack, copies, augment, layer, seed, cache)
+        self.store = FeatureStore(attack, copies, augment, seed)
         self.moments: dict[str, Any] | None = None
 
     def fit_to_batch(self, x: Tensor, generator: torch.Generator) -> Self:
         images = self.store.build(self.net, self.source, x.device)
-        query = features(self.net, x, self.store.layer)
+        query = features(self.net, x)
         found = nearest(images.features, query, self.neighbours).cpu()
         train, held_out = split(found, generator)
         return self._trained(images, train, held_out, x.device, generator)
@@ -129,8 +116,6 @@ class RMC(Transductive):
         if not self.stateful:
             # Without a state each batch starts from the static model.
             return self.copy_with(adapted=None, moments=None)
-        if not self.calibrate:
-            return self
         device = next(self.net.parameters()).device
         count = len(generator) if isinstance(generator, Streams) else 1
         private = generator_from(torch.zeros(count, device=device), generator)
@@ -229,17 +214,14 @@ def nearest(features: Tensor, query: Tensor, count: int) -> Tensor:
 
 
 @torch.no_grad()
-def features(net: nn.Module, x: Tensor, layer: str | None = None) -> Tensor:
-    """Return the input [B, F] of a network's last linear layer, or of `layer`, in eval mode."""
+def features(net: nn.Module, x: Tensor) -> Tensor:
+    """Return the input [B, F] of a network's last linear layer, in eval mode."""
     inputs: list[Tensor] = []
 
     def record(module: nn.Module, given: tuple[Tensor, ...]) -> None:
         inputs[:] = given[:1]  # of several layers the last one called is kept
 
-    if layer is None:
-        layers = [module for module in net.modules() if isinstance(module, nn.Linear)]
-    else:
-        layers = [module for name, module in net.named_modules() if name == layer]
+    layers = [module for module in net.modules() if isinstance(module, nn.Linear)]
     modes = [(module, module.training) for module in net.modules()]
     hooks = [module.register_forward_pre_hook(record) for module in layers]
     try:
@@ -250,14 +232,13 @@ def features(net: nn.Module, x: Tensor, layer: str | None = None) -> Tensor:
         for module, mode in modes:
             module.training = mode
     if not inputs:
-        wanted = f"layer {layer!r}" if layer else "linear layer, name another one by layer="
-        raise ValueError(f"{type(net).__name__} calls no {wanted}")
+        raise ValueError(f"{type(net).__name__} calls no linear layer, whose input RMC compares")
     return inputs[0].detach().flatten(1).float()
 
 
 @dataclass(frozen=True)
 class FeatureSet:
-    """Labelled images with their features, on the CPU; see `FeatureStore`."""
+    """Labelled images on the CPU, and their features; see `FeatureStore`."""
 
     x: Tensor  # [N, C, H, W] float32 in [0, 1]
     y: Tensor  # [N] int64
@@ -273,15 +254,13 @@ class FeatureStore:
     """D' of RMC: the source images clean, then attacked, all with the features of a network.
 
     It is built at the first use, and again for a network of other weights. Each pass over the
-    source is augmented once. They stay in memory or, with a `cache` folder, in a file there.
+    source is augmented once.
     """
 
     attack: Attacker | None = None
     copies: int = 1
     augment: Sequence[Augment] = ()
-    layer: str | None = None
     seed: int = 0
-    cache: str | None = None
 
     def __post_init__(self) -> None:
         self._last: tuple[Source, str, FeatureSet] | None = None
@@ -292,48 +271,17 @@ class FeatureStore:
         network = fingerprint(net)
         if self._last is None or self._last[0] is not source or self._last[1] != network:
             self._last = None  # frees their memory before others are made
-            images = self._stored(network, source, self._batches(net, source, device))
-            # All features are compared with each batch, of the images only neighbours are needed.
-            images = replace(images, features=images.features.to(device))
-            self._last = source, network, images
+            self._last = source, network, self._made(net, source, device)
         return self._last[2]
 
-    def _stored(
-        self, network: str, source: Source, batches: Iterable[Sequence[Tensor]]
-    ) -> FeatureSet:
-        """Return the images and features from the cache, or write the batches there first."""
-        place = None
-        if self.cache:
-            some = torch.unique(torch.linspace(0, len(source) - 1, SAMPLED).long())
-            made_by = [self.attack, *self.augment]
-            numbers = [FORMAT, BATCH, self.copies, self.layer, self.seed, len(source)]
-            own = {"net": network, "made_by": made_by, "numbers": numbers}
-            place = Path(self.cache) / f"rmc-{cache_key(**own, images=source.gather(some))}.pt"
-            if place.exists():
-                return _read(place)
-        parts: list[Tensor] = []
-        end, count = 0, (self.copies + 1) * len(source)
-        for batch in batches:
-            # In place: for a moment, parts that are put together would take their memory twice.
-            parts = parts or [
-                part.new_empty(count, *part.shape[1:], device="cpu") for part in batch
-            ]
-            begin, end = end, end + len(batch[0])
-            for whole, part in zip(parts, batch, strict=True):
-                whole[begin:end] = part
-        if place is None:
-            return FeatureSet(*parts)
-        atomic_write(place, partial(torch.save, parts))
-        return _read(place)
-
-    def _batches(
-        self, net: nn.Module, source: Source, device: torch.device
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield images, labels and features, batch by batch: clean in turn 0, then attacked."""
+    def _made(self, net: nn.Module, source: Source, device: torch.device) -> FeatureSet:
+        """Make the images batch by batch: clean in turn 0, then attacked."""
         batches = torch.split(torch.arange(len(source)), BATCH)
         todo = [(turn, index) for turn in range(self.copies + 1) for index in batches]
+        parts: list[Tensor] = []
+        end, count = 0, (self.copies + 1) * len(source)
         for turn, index in progress_bar(todo, "RMC's training set"):
-            # Keyed by turn and position: the same files in every process.
+            # Keyed by turn and position: the same images in every process.
             generator = torch.Generator().manual_seed(derive_seed(self.seed, turn, int(index[0])))
             with seeded_global_rng(generator, device):
                 x, y = source.gather(index, self.augment)
@@ -341,15 +289,20 @@ class FeatureStore:
                 if turn and self.attack:
                     noise = Streams.from_index(index.to(device), self.seed, turn)
                     x = self.attack(Single(net), x, y, noise)
-            yield x, y, features(net, x, self.layer)
+            batch = x, y, features(net, x)
+            # In place: for a moment, parts that are put together would take their memory twice.
+            parts = parts or [
+                part.new_empty(count, *part.shape[1:], device="cpu") for part in batch
+            ]
+            begin, end = end, end + len(x)
+            for whole, part in zip(parts, batch, strict=True):
+                whole[begin:end] = part
+        x, y, found = parts
+        # All features are compared with each batch, of the images only neighbours are needed.
+        return FeatureSet(x, y, found.to(device))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # copies of a defense share the images
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_last": None}
-
-
-def _read(path: Path) -> FeatureSet:
-    # Mapped, not read: most images are never among the neighbours.
-    return FeatureSet(*torch.load(path, mmap=True, weights_only=True))

@@ -1,17 +1,15 @@
 """TADV: adversarial retraining from fresh private randomness."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_rob.defenses.base import Defense, Single
 from lightning_rob.defenses.transductive import (
-    Augment,
     Retraining,
     SourceData,
     progress_bar,
@@ -19,7 +17,6 @@ from lightning_rob.defenses.transductive import (
 )
 from lightning_rob.objectives import check_labels, cross_entropy
 from lightning_rob.randomness import Generator
-from lightning_rob.rules import Rule, mean_probs
 
 # to a Tensor; jsonargparse takes Tensor to mean a factory
 TrainingAttack = Callable[[Defense, Tensor, Tensor, Generator], Any]
@@ -36,9 +33,9 @@ class TADV(Retraining):
         attack: makes the adversarial images, (defense, x, y, generator) -> x_adv: on MNIST PGD of
             40 steps of 0.01 within linf 0.3 that keeps the best iterate. The authors start half of
             the attacks from the image and half from a Gaussian direction; PGD starts uniformly.
-        epochs: passes over the source; the paper has 100 for MNIST and 110 for CIFAR-10.
         fraction: fraction of each batch that is attacked, its last images; also their weight.
-        optimizer: parameters -> optimizer; the default is the paper's for MNIST, Adam of rate 1e-3.
+        **options: arguments of `Retraining`; the paper has 100 epochs for MNIST, by Adam of rate
+            1e-3, and 110 for CIFAR-10.
 
     Raises:
         TypeError: when adapting, a network whose weights cannot be drawn anew.
@@ -49,15 +46,10 @@ class TADV(Retraining):
         net: nn.Module,
         source: SourceData | None = None,
         attack: TrainingAttack | None = None,
-        epochs: int = 100,
-        batch_size: int = 128,
         fraction: float = 0.5,
-        optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = torch.optim.Adam,
-        lr_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
-        augment: Sequence[Augment] = (),
-        rule: Rule = mean_probs,
+        **options: Any,
     ) -> None:
-        super().__init__(net, source, epochs, batch_size, optimizer, lr_scheduler, augment, rule)
+        super().__init__(net, source, **options)
         if not 0 < fraction <= 1:
             raise ValueError(f"fraction must be in (0, 1], got {fraction}")
         self.attack = attack

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from lightning_rob.defenses.base import Defense, Single, check_network
 from lightning_rob.defenses.network import network_logits
 from lightning_rob.randomness import Generator, generator_from, seeded_global_rng
-from lightning_rob.rules import Rule, mean_probs
+from lightning_rob.rules import mean_probs
 from lightning_rob.runtime.errors import at_least
 
 T = TypeVar("T")
@@ -29,22 +29,18 @@ class Source:
 
     def __init__(self, data: "SourceData | Source") -> None:
         self.data: Any = data.data if isinstance(data, Source) else data
-        if isinstance(self.data, list) and all(isinstance(part, Tensor) for part in self.data):
-            self.data = tuple(self.data)
-        pair = isinstance(self.data, tuple)
-        tensors = pair and len(self.data) == 2 and all(isinstance(x, Tensor) for x in self.data)
-        if isinstance(self.data, Tensor | str) or (pair and not tensors):
+        if isinstance(self.data, Tensor | str):
             raise TypeError(
                 "source must be two tensors (x, y) or a data set of items (x, y, …), got "
                 f"{type(data).__name__}"
             )
-        if pair and len(self.data[0]) != len(self.data[1]):
-            counts = [len(part) for part in self.data]
-            raise ValueError(f"source must have a label for each image, got {counts}")
-        if not len(self):
-            raise ValueError("source must have at least one image, got none")
-        if pair:
-            _check_range(self.data[0])
+        if isinstance(self.data, list | tuple) and isinstance(self.data[0], Tensor):
+            self.data = x, y = tuple(self.data)
+            if len(x) != len(y) or not len(x):
+                raise ValueError(
+                    f"source must have a label for each image, got {len(x)} and {len(y)}"
+                )
+            _check_range(x)
 
     def __len__(self) -> int:
         return len(self.data[0] if isinstance(self.data, tuple) else self.data)
@@ -81,8 +77,7 @@ class Transductive(Defense):
     """A network that is fitted to the test batch: `adapt` returns a defense with a fitted copy.
 
     `net` is never changed, and neither is anything else that a defense returned by `adapt` shares
-    with this one: an attacker's rehearsals leave no trace in the defender. There is one draw, so
-    all rules predict alike.
+    with this one: an attacker's rehearsals leave no trace in the defender.
 
     Args:
         net: [B, C, H, W] -> [B, K] logits, the static model.
@@ -92,11 +87,9 @@ class Transductive(Defense):
 
     needs_source = True  # whether `adapt` needs labelled images
 
-    def __init__(
-        self, net: nn.Module, rule: Rule = mean_probs, source: SourceData | None = None
-    ) -> None:
+    def __init__(self, net: nn.Module, source: SourceData | None = None) -> None:
         check_network(net)
-        super().__init__(torch.ones(1), rule)
+        super().__init__(torch.ones(1), mean_probs)
         self.net = net
         self.adapted: nn.Module | None = None
         self.source_data = None if source is None else Source(source)
@@ -107,7 +100,8 @@ class Transductive(Defense):
         # Not at creation: an evaluation gives the training images later.
         if self.source_data is None:
             raise ValueError(
-                f"{type(self).__name__} learns from labelled images: give it source=(x, y)"
+                f"{type(self).__name__} learns from labelled images: give it source=(x, y), or "
+                "evaluate it with one of the data modules of lightning_rob.data"
             )
         return self.source_data
 
@@ -147,20 +141,28 @@ class Transductive(Defense):
 
 
 class Retraining(Transductive):
-    """A defense whose network is drawn and trained anew for each test batch."""
+    """A defense whose network is drawn and trained anew for each test batch.
+
+    Args:
+        epochs: passes over the source.
+        batch_size: images of the source per step.
+        optimizer: parameters -> optimizer.
+        lr_scheduler: optimizer -> schedule, stepped once an epoch; None keeps the rate.
+        augment: applied to an image [C, H, W] in training, drawing from torch's global stream;
+            predictions are of the unchanged images.
+    """
 
     def __init__(
         self,
         net: nn.Module,
-        source: SourceData | None,
-        epochs: int,
-        batch_size: int,
-        optimizer: Optimizer,
-        lr_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None,
-        augment: Sequence[Augment],
-        rule: Rule,
+        source: SourceData | None = None,
+        epochs: int = 100,
+        batch_size: int = 128,
+        optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = torch.optim.Adam,
+        lr_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
+        augment: Sequence[Augment] = (),
     ) -> None:
-        super().__init__(net, rule, source)
+        super().__init__(net, source)
         at_least(1, epochs=epochs, batch_size=batch_size)
         self.epochs = epochs
         self.batch_size = batch_size
@@ -192,13 +194,7 @@ def give_source(defense: nn.Module, labelled: Callable[[], SourceData | None]) -
     """Give labelled images to the parts of a defense that need them and have none yet."""
     for part in defense.modules():
         if isinstance(part, Transductive) and part.needs_source and part.source_data is None:
-            data = labelled()
-            if data is None:
-                raise ValueError(
-                    f"{type(part).__name__} learns from labelled images: give it source=(x, y), or "
-                    "evaluate it with one of the data modules of lightning_rob.data"
-                )
-            part.source_data = Source(data)
+            part.source_data = None if (data := labelled()) is None else Source(data)
 
 
 @contextmanager

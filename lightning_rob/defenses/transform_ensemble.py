@@ -56,14 +56,12 @@ class TransformEnsemble(Defense):
 
     def place(self, name: str | int) -> int:
         """Return the index of the member behind a transformation of this name, or of this index."""
-        if isinstance(name, int):
-            if not 0 <= name < len(self.members):
-                raise ValueError(f"member must be 0 … {len(self.members) - 1}, got {name}")
+        if isinstance(name, int) and 0 <= name < len(self.members):
             return name
         if name not in self.transforms:
-            hint = nearest(name, self.names, f", there are {', '.join(self.names)}")
+            hint = nearest(str(name), self.names, f", there are {', '.join(self.names)}")
             raise ValueError(f"no member is behind {name!r}{hint}")
-        return self.names.index(name)
+        return self.names.index(str(name))
 
     def transform(self, member: int) -> Transform:
         """Return the transformation in front of a member."""

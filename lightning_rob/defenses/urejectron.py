@@ -10,7 +10,6 @@ from torch.nn.functional import cross_entropy
 from lightning_rob.defenses.transductive import SourceData, Transductive, progress_bar, shuffled
 from lightning_rob.nets import SmallCNN
 from lightning_rob.randomness import Generator
-from lightning_rob.rules import Rule, mean_probs
 from lightning_rob.runtime.errors import at_least
 
 TEST = 1  # the discriminator's class of test images; that of training images is 0
@@ -45,10 +44,9 @@ class URejectron(Transductive):
         batch_size: int = 128,
         optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = torch.optim.Adam,
         source_size: int | None = None,
-        rule: Rule = mean_probs,
         source: SourceData | None = None,
     ) -> None:
-        super().__init__(net, rule, source)
+        super().__init__(net, source)
         if not 0 <= tau <= 1:
             raise ValueError(f"tau must be in [0, 1], got {tau}")
         at_least(1, epochs=epochs, batch_size=batch_size, source_size=source_size)

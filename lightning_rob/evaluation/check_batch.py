@@ -96,17 +96,12 @@ class CheckBatch:
     @property
     def differentiable(self) -> bool:
         """Whether the logits depend on the images by operations that have a gradient."""
-        return self.margin_gradient is not None
-
-    @cached_property
-    def margin_gradient(self) -> Tensor | None:
-        """The gradient [B, C, H, W] of the margin; None without one."""
-        return self._gradient(expected_margin)
+        return self.gradients is not None
 
     @cached_property
     def gradients(self) -> tuple[Tensor, Tensor] | None:
         """The gradients [B, D] of margin and cross-entropy; None without a gradient."""
-        margin, loss = self.margin_gradient, self._gradient(expected_ce)
+        margin, loss = self._gradient(expected_margin), self._gradient(expected_ce)
         return None if margin is None or loss is None else (margin.flatten(1), loss.flatten(1))
 
     def _gradient(self, objective: Objective) -> Tensor | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_rob.attacks import attacking, evaluating
 from lightning_rob.attacks.auto import surrogate_for
 from lightning_rob.attacks.backward import entered
-from lightning_rob.attacks.controls import doubled
+from lightning_rob.attacks.decorators import doubled
 from lightning_rob.attacks.gradient import ObjectiveGradient
 from lightning_rob.defenses import Defense, Mixture, Single
 from lightning_rob.defenses.copies import changes, fresh, keep_changes, original, working_copy

@@ -20,7 +20,6 @@ from lightning_rob.evaluation.evaluator import (
     check_names,
     device_of,
     evaluation_precision,
-    require_packages,
 )
 from lightning_rob.evaluation.findings import warn_of
 from lightning_rob.evaluation.groups import (
@@ -117,7 +116,6 @@ def evaluate(
     if isinstance(attacks, str):
         attacks = attacks_by_name(attacks, defense, Threat(norm, eps or 0.0))
     check_names(attacks)
-    require_packages(attacks.values())
     at_least(0, power=power)
     settings = EvaluationSettings(
         seed, repeats, inferences, private_draws, max_images, group_size, protocol, known_noise
@@ -138,8 +136,7 @@ def evaluate(
             versions=versions(),
             **details,
         )
-    joint = rounds is not None
-    store = PerImageResults((CLEAN, *attacks), settings.columns, device, folder, joint)
+    store = PerImageResults((CLEAN, *attacks), settings.columns, device, folder)
     images = len(batches.dataset) if serves_once(batches) else None  # type: ignore[attr-defined]
     with tqdm(
         desc="Attacking",
@@ -170,18 +167,16 @@ def evaluate(
 
 def as_defense(model: nn.Module, preprocess: Callable[[Tensor], Tensor] | None = None) -> Defense:
     """Return a model as a defense: itself, its `defense`, or the network in `Single`."""
-    own = getattr(model, "defense", None)
-    for candidate in (model, own):
-        if isinstance(candidate, Defense):
-            if preprocess is not None and isinstance(candidate, Single):
-                net = Preprocessed(preprocess, candidate.classifiers[0])
-                return Single(net, candidate.rule, candidate.rejects)
-            if preprocess is not None:
-                raise ValueError(
-                    f"preprocess is for plain networks, got {type(candidate).__name__}: put the "
-                    "preprocessing into its networks"
-                )
-            return candidate
+    own = model if isinstance(model, Defense) else getattr(model, "defense", None)
+    if isinstance(own, Defense):
+        if preprocess is None:
+            return own
+        if not isinstance(own, Single):
+            raise ValueError(
+                f"preprocess is for plain networks, got {type(own).__name__}: put the "
+                "preprocessing into its networks"
+            )
+        return Single(Preprocessed(preprocess, own.classifiers[0]), own.rule, own.rejects)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module or a Defense, got {type(model).__name__}")
     # Its buffers, such as a mean, have to be where the network is.

@@ -3,7 +3,7 @@
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rob.attacks import PGD, Attack, InsideBounds, NoAttack, WithBackward
-from lightning_rob.attacks.acceptance import check_none_rejected
 from lightning_rob.attacks.auto import step_across, surrogate_for
 from lightning_rob.attacks.backward import Backward
 from lightning_rob.attacks.base import HAIR, check_images
+from lightning_rob.attacks.execution import check_none_rejected
 from lightning_rob.attacks.nested import walk
 from lightning_rob.attacks.sight import watching
 from lightning_rob.defenses import Defense
@@ -130,13 +130,6 @@ def check_names(attacks: Mapping[str, Attack]) -> None:
         raise ValueError(f"no attack can be called {name!r}: that column has another meaning")
 
 
-def require_packages(attacks: Iterable[Attack]) -> None:
-    """Raise ModuleNotFoundError if an attack needs a package that is missing."""
-    for attack in attacks:
-        for part in walk(attack):
-            part.require_package()
-
-
 @dataclass(frozen=True)
 class AttackedBatch:
     """One batch under one attack, for progress bars, panels and saved images."""
@@ -144,11 +137,8 @@ class AttackedBatch:
     name: str  # of the attack
     index: Tensor  # [B] the images' indices
     x: Tensor  # [B, C, H, W] clean images
-    y: Tensor  # [B] labels
     # None where the scores are of an earlier run:
     x_adv: Tensor | None = None  # [B, C, H, W] perturbed images
-    before: Tensor | None = None  # [B, K] probabilities on the clean images
-    after: Tensor | None = None  # [B, K] probabilities on the perturbed images
 
 
 class Evaluator:
@@ -219,7 +209,7 @@ class Evaluator:
         outcomes = self.store.log.load(x, y, index)
         for name in self.attacks:
             if name in outcomes:
-                self.attacked(AttackedBatch(name, index, x, y))
+                self.attacked(AttackedBatch(name, index, x))
         names = (CLEAN, *self.attacks)
         if not outcomes.keys() >= set(names):
             # The defense's noise is that of each attack's first repeat, so that scores differ by
@@ -287,7 +277,7 @@ class Evaluator:
             self.recovered.add(name)
         if not self.joint:
             self._check(name, x_adv, y, index)
-        self.attacked(AttackedBatch(name, index, x, y, x_adv, before, found[0]))
+        self.attacked(AttackedBatch(name, index, x, x_adv))
         return BatchOutcome(
             total / repeats,
             predicted_class(found[0], self.defense.rejects),
@@ -359,15 +349,23 @@ class Evaluator:
             rows = _spread(x, CHECKED_ATTACKED)
             found += checked(target, x[rows], y[rows], index[rows], (slope,), directions=2)
             known = {finding.name for finding in self.findings}
-            self.findings += [one for one in found if one.flagged and one.name not in known]
+            found = [one for one in found if one.flagged and not self._heeded(one)]
+            self.findings += [one for one in found if one.name not in known]
             return
         rows = _spread(x, CHECKED)
         found = checked(target, x[rows], y[rows], index[rows])
-        self.findings = [one for one in found if one.flagged]
+        self.findings = [one for one in found if one.flagged and not self._heeded(one)]
         cut = any(finding.name == "bounds" for finding in self.findings)
         if cut and not self.joint:
             self.inside = InsideBounds(HAIR * (self.bounds[1] - self.bounds[0]), self.bounds)
             self.recovered |= set(self.attacks)
+
+    def _heeded(self, finding: Finding) -> bool:
+        """Return whether a random network is averaged over, as the check of randomness advises."""
+        drawing = [one for attack in self.attacks.values() for one in walk(attack)]
+        averaged = all((getattr(one, "draws", 2) or 1) > 1 for one in drawing)
+        random = (finding.name, finding.severity) == ("randomness", "warning")
+        return random and averaged and self.settings.inferences > 1
 
     def _shares(self, found: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return the probabilities [B, R] of right predictions and of rejections, of [R, B, K]."""

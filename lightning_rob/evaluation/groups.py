@@ -35,39 +35,18 @@ def canonical_groups(positions: Tensor, size: int = GROUP_SIZE) -> list[Tensor]:
     return list(torch.split(positions.sort().values, size)) if len(positions) else []
 
 
-class GroupQueue:
-    """The groups of an evaluation; each process takes the next one when it is ready."""
-
-    def __init__(self, groups: list[Tensor], key: str, rank: int, world_size: int) -> None:
-        self.groups = groups
-        self.rank, self.world_size = rank, world_size
-        self.taken: list[Tensor] = []  # by this process
-        # Groups dealt beforehand would leave processes waiting: attacks take longer on images that
-        # resist them. Which process attacks a group changes nothing in its results.
-        self._key = f"lightning-rob groups {key}"
-        group = torch.distributed.group.WORLD
-        if group is None:
-            raise ValueError(f"{world_size} processes share groups after init_process_group only")
-        self._store = group.get_group_store()
-
-    def __len__(self) -> int:
-        return len(self.groups)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        number = self.rank
-        while number < len(self.groups):
-            self.taken.append(self.groups[number])
-            yield self.taken[-1].tolist()
-            # The first groups belong to the ranks; the store's counter deals out the others.
-            number = self.world_size + self._store.add(self._key, 1) - 1
-
-
 def serves_once(loader: Any, world_size: int = 1) -> bool:
     """Return whether a loader, as each process has it, serves all images once, in any order."""
-    if not _has_positions(loader) or type(loader.batch_sampler) is not BatchSampler:
+    if not _has_positions(loader) or loader.batch_size is None:  # a batch sampler of the user's
         return False
-    own = loader.batch_size is not None  # not a batch sampler of the user's
-    return own and _in_any_order(loader.sampler, loader.dataset, world_size)
+    sampler, dataset = loader.sampler, loader.dataset
+    if isinstance(sampler, DistributedSampler) and sampler.num_replicas == world_size:
+        if sampler.dataset is dataset:
+            return True
+        sampler = _undistributed(sampler)
+    if type(sampler) is RandomSampler and (sampler.replacement or len(sampler) < len(dataset)):
+        return False
+    return type(sampler) in (RandomSampler, SequentialSampler) and sampler.data_source is dataset
 
 
 def _has_positions(loader: Any) -> bool:
@@ -76,16 +55,6 @@ def _has_positions(loader: Any) -> bool:
         return False
     # A loader with an `__iter__` of its own may serve anything.
     return type(loader).__iter__ is DataLoader.__iter__ and loader.batch_sampler is not None
-
-
-def _in_any_order(sampler: Any, dataset: Any, world_size: int) -> bool:
-    if isinstance(sampler, DistributedSampler):
-        served = sampler.dataset is dataset or _in_any_order(_undistributed(sampler), dataset, 1)
-        return served and sampler.num_replicas == world_size
-    if type(sampler) is RandomSampler:
-        served = not sampler.replacement and len(sampler) == len(dataset)
-        return served and sampler.data_source is dataset
-    return type(sampler) is SequentialSampler and sampler.data_source is dataset
 
 
 def _undistributed(sampler: Any) -> Any:
@@ -141,22 +110,16 @@ def fetch(loader: Any, positions: Tensor | Sequence[int]) -> Any:
         return loader.collate_fn(many(places) if many else [loader.dataset[i] for i in places])
 
 
-def group_loader(loader: DataLoader[Any], groups: list[Tensor] | GroupQueue) -> Iterator[Any]:
-    """Yield groups of positions of a loader's data set, fetched by its workers.
-
-    Of a queue, one worker fetches one group ahead.
-    """
-    queued = isinstance(groups, GroupQueue)
-    workers = min(loader.num_workers, 1 if queued else len(groups))
+def group_loader(loader: DataLoader[Any], groups: list[Tensor]) -> Iterator[Any]:
+    """Yield groups of positions of a loader's data set, fetched by its workers."""
+    workers = min(loader.num_workers, len(groups))
     if not workers:
         yield from (fetch(loader, group) for group in groups)
         return
-    batches: Any = groups if queued else [torch.as_tensor(g).tolist() for g in groups]
     yield from DataLoader(
         loader.dataset,
-        batch_sampler=batches,
+        batch_sampler=[group.tolist() for group in groups],
         num_workers=workers,
-        prefetch_factor=1 if queued else 2,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
         worker_init_fn=loader.worker_init_fn,

@@ -7,7 +7,6 @@ other, and an interval of 95 % would miss the truth too often; that of 98 % errs
 at most 2.5 % of simulated fits (`benchmarks/overfitting.py`).
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Self
@@ -15,7 +14,6 @@ from typing import Any, NamedTuple, Self
 from torch import Tensor
 
 from lightning_rob.evaluation.records import with_schema
-from lightning_rob.metrics import paired
 from lightning_rob.metrics.gaffke import mean_interval
 
 LEVEL = 0.98
@@ -27,7 +25,6 @@ class EpochScores(NamedTuple):
     epoch: int
     images: int  # a checksum of the validation images' indices and labels
     val: Tensor  # [N]
-    train: Tensor | None = None  # [M] of training images
 
 
 class Change(NamedTuple):
@@ -48,10 +45,8 @@ class Overfitting:
 
     best: tuple[int, int]  # epochs, each the best on one half of the validation images
     last: int
-    images: tuple[int, int]  # for validation, and of training
+    images: int  # for validation
     val: Change
-    train: Change | None = None  # None: no training image was attacked
-    gap: Change | None = None  # of training minus validation accuracy
 
     @classmethod
     def of(cls, best: Sequence[EpochScores], last: EpochScores) -> Self:
@@ -60,40 +55,20 @@ class Overfitting:
         for half, found in enumerate(best):
             gaps[1 - half :: 2] -= found.val[1 - half :: 2]
         val = Change(float(gaps.mean()), *mean_interval(gaps.clamp(-1, 1).numpy(), LEVEL))
-        epochs, n = (best[0].epoch, best[1].epoch), len(last.val)
-        before = [one.train for one in best if one.train is not None]
-        if last.train is None or len(before) < 2:
-            return cls(epochs, last.epoch, (n, 0), val)
-        # No training image had a say in the choice.
-        compared = paired((before[0] + before[1]) / 2, last.train)
-        train = Change(compared.difference, *compared.interval)
-        # The images are others, so that the half widths add in square.
-        gap = train.mean - val.mean
-        low = gap - math.hypot(train.mean - train.low, val.high - val.mean)
-        high = gap + math.hypot(train.high - train.mean, val.mean - val.low)
-        images = (n, len(last.train))
-        return cls(epochs, last.epoch, images, val, train, Change(gap, low, high))
+        return cls((best[0].epoch, best[1].epoch), last.epoch, len(last.val), val)
 
     @property
-    def found(self) -> bool | None:
-        """Whether validation fell and the gap grew; None if it fell and the gap is not known."""
-        if self.val.high >= 0:
-            return False
-        return None if self.gap is None else self.gap.low > 0
+    def found(self) -> bool:
+        """Whether robust accuracy fell, beyond its interval."""
+        return self.val.high < 0
 
     def __str__(self) -> str:
         if {*self.best} == {self.last}:
             return f"no robust overfitting: the last measured epoch, {self.last}, is the best"
-        fell = "robust accuracy fell" if self.val.high < 0 else "no robust overfitting is seen"
+        fell = "robust accuracy fell" if self.found else "no robust overfitting is seen"
         since = " and ".join(map(str, dict.fromkeys(self.best)))
-        text = (
-            f"{'robust overfitting' if self.found else fell}: from epoch {since} to {self.last} "
-            f"{self.val} on {self.images[0]} validation images"
-        )
-        if self.gap is None:
-            return text + "; RobustEval(train_images=True) shows the change on training images"
-        grew = f"the gap between them changed by {self.gap}"
-        return f"{text}, {self.train} on {self.images[1]} training images; {grew}"
+        span = f"from epoch {since} to {self.last} {self.val}"
+        return f"{fell}: {span} on {self.images} validation images"
 
     def record(self) -> dict[str, Any]:
         """Return the record as plain data."""

@@ -187,16 +187,6 @@ class RoundProtocol:
                 positions = window[:size] if number % 2 == 0 else window[size:]
             yield positions, fetch(loader, positions)
 
-    def check(self, loader: Any, images: int, processes: int) -> None:
-        """Raise ValueError for one round and several processes, before any starts to wait."""
-        if processes > 1 and 0 < images <= self.size(loader):
-            raise ValueError(
-                f"all {images} images make one round, which one of {processes} processes plays "
-                "while the others wait for it and time out: start one process "
-                "(--trainer.devices=1), or play smaller rounds, "
-                f"protocol.images={-(-images // processes)} or fewer"
-            )
-
     def describe(self, defense: Defense, images: int, processes: int = 1) -> dict[str, Any]:
         """Return the protocol as a record has it; each process plays a sequence of its own."""
         described: dict[str, Any] = {"order": self.order, "images": images}

@@ -231,16 +231,16 @@ class EvaluationResult:
             ValueError: fewer inferences than submissions or scores between right and wrong; or a
                 defense that adapts, whose predictions of a round are not independent.
         """
-        if self.joint:
-            raise ValueError("resubmitted is for defenses that do not adapt")
         scores = self.scores[:, self.names.index(name)]
         right, inferences = scores.sum(1), scores.shape[1]
+        certain = bool(torch.isin(scores, torch.tensor([0.0, 1.0]).to(scores)).all())
+        if self.joint or (self.random and not (certain and inferences >= times)):
+            raise ValueError(
+                f"{times} submissions need a defense that does not adapt and, where it predicts at "
+                f"random, inferences={times} or more and repeats=1"
+            )
         if not self.random:
             each = scores[:, 0] ** times
-        elif inferences < times:
-            raise ValueError(f"{times} submissions need inferences={times} or more")
-        elif not torch.isin(scores, torch.tensor([0.0, 1.0]).to(scores)).all():
-            raise ValueError("resubmitted needs predictions that are right or wrong, and repeats=1")
         else:  # the share of choices of n inferences that are all right
             factors = [(right - i).clamp(min=0) / (inferences - i) for i in range(times)]
             each = torch.stack(factors).prod(0)
@@ -278,10 +278,10 @@ class EvaluationResult:
             ValueError: of a defense that predicts at random or adapts, for which one wrong
                 prediction is no proof; or of several repeats, whose scores are averages.
         """
-        if self.random or self.joint:
-            raise ValueError("distances are for defenses that predict the same each time")
-        if self.details.get("repeats", 1) > 1:
-            raise ValueError("distances are those of one run of the attack: give repeats=1")
+        if self.random or self.joint or self.details.get("repeats", 1) > 1:
+            raise ValueError(
+                "distances are of one run (repeats=1) on a defense that predicts the same each time"
+            )
         _check_name(name, list(self.attacks))
         sizes = self.rows.sizes[:, self.names.index(name)].double()
         # an image on the ball's surface is within it, though its float32 size may round to more

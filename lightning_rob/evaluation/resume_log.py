@@ -7,14 +7,11 @@ import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from zlib import crc32
 
 import torch
 from torch import Tensor
-
-Key = tuple[int, int, int, int]  # index, checksum and label of an image, checksum of its round
-Row = tuple[list[float], int, float, list[float], float]  # the fields of an outcome, of one image
 
 
 class BatchOutcome(NamedTuple):
@@ -41,26 +38,26 @@ class ResumeLog:
     Each process appends a line of JSON per batch and attack to a file of its own.
     """
 
-    def __init__(self, folder: Path | None, names: Sequence[str], joint: bool = False) -> None:
-        self.names, self.joint = tuple(names), joint
+    def __init__(self, folder: Path | None, names: Sequence[str]) -> None:
+        self.names = tuple(names)
         self.path = folder and folder / f"{platform.node()}-{os.getpid()}.jsonl"
-        self.known: dict[tuple[str, Key], Row] = {}
+        self.known: dict[tuple[str, int], BatchOutcome] = {}  # by name and batch
         self.seconds = dict.fromkeys(self.names, 0.0)  # by name, on the known images
         found = sorted(folder.glob("*.jsonl")) if folder else []
         self.read = [path for path in found if path.is_file()]
         for path in self.read:
-            for line in path.read_text(errors="replace").splitlines():
+            for text in path.read_text(errors="replace").splitlines():
                 with suppress(ValueError, KeyError):  # a kill may have broken off the last one
-                    self._keep(json.loads(line))
+                    line = json.loads(text)
+                    parts = (torch.tensor(line[field]) for field in BatchOutcome._fields)
+                    self.known[line["name"], line["batch"]] = BatchOutcome(*parts)
+                    self.seconds[line["name"]] += line["seconds"]
 
     def load(self, x: Tensor, y: Tensor, index: Tensor) -> dict[str, BatchOutcome]:
-        """Return, by name, what is known of all images [B, …], by index, pixels and label."""
-        found, keys = {}, self._keys(x, y, index) if self.known else []
-        for name in self.names:
-            rows = [self.known[name, key] for key in keys if (name, key) in self.known]
-            if rows and len(rows) == len(keys):
-                found[name] = BatchOutcome(*map(torch.tensor, zip(*rows, strict=True)))
-        return found
+        """Return, by name, what is known of a batch with these images [B, …], labels, indices."""
+        batch = _checksum(x, y, index) if self.known else 0
+        found = {name: self.known.get((name, batch)) for name in self.names}
+        return {name: outcome for name, outcome in found.items() if outcome is not None}
 
     def add(
         self, x: Tensor, y: Tensor, index: Tensor, name: str, outcome: BatchOutcome, seconds: float
@@ -68,7 +65,7 @@ class ResumeLog:
         """Append a batch's results under one attack, and how long it took."""
         if self.path is None:
             return
-        fields = {"name": name, "keys": self._keys(x, y, index), "seconds": round(seconds, 3)}
+        fields = {"name": name, "batch": _checksum(x, y, index), "seconds": round(seconds, 3)}
         for field, values in outcome._asdict().items():
             exact = values if field == "predictions" else values.float()
             fields[field] = exact.tolist()
@@ -89,16 +86,8 @@ class ResumeLog:
             if not list(self.path.parent.glob("*.jsonl")):
                 shutil.rmtree(self.path.parent, ignore_errors=True)
 
-    def _keep(self, line: dict[str, Any]) -> None:
-        if (name := line["name"]) in self.names:
-            outcomes = zip(*(line[field] for field in BatchOutcome._fields), strict=True)
-            for (a, b, c, d), row in zip(line["keys"], outcomes, strict=True):
-                self.known[name, (a, b, c, d)] = row
-            self.seconds[name] += float(line["seconds"])
 
-    def _keys(self, x: Tensor, y: Tensor, index: Tensor) -> list[Key]:
-        # A result is reused for the same image only, pixel by pixel, with the same label.
-        rows = list(zip(index.tolist(), checksums(x), y.tolist(), strict=True))
-        # Where predictions depend on the whole batch, only the same batch has the same result.
-        batch = crc32(str(rows).encode()) if self.joint else 0
-        return [(*row, batch) for row in rows]
+def _checksum(x: Tensor, y: Tensor, index: Tensor) -> int:
+    """Return a number for a batch: a result is reused for the same pixels and labels only."""
+    rows = zip(index.tolist(), checksums(x), y.tolist(), strict=True)
+    return crc32(str(list(rows)).encode())

@@ -1,19 +1,15 @@
 """The results of every image of an evaluation, in memory; and a log from which it resumes."""
 
-import shutil
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_rob.evaluation.resume_log import BatchOutcome, ResumeLog, checksums
 from lightning_rob.metrics import PerImage
-from lightning_rob.runtime.files import atomic_write
 
 KNOWN = "known_noise"
 
@@ -49,15 +45,14 @@ class PerImageResults:
         inferences: int,
         device: torch.device | str = "cpu",
         folder: Path | None = None,
-        joint: bool = False,
     ) -> None:
-        self.names, self.inferences, self.folder = tuple(names), inferences, folder
+        self.names, self.inferences = tuple(names), inferences
         # Scores and rejections by inference, sizes, blindness, the score with known noise; and
         # predictions, label, checksum, which are exact.
         self.floats = PerImage(len(names) * (2 * inferences + 2) + 1).to(device)
         self.integers = PerImage(len(names) + 2, torch.int64).to(device)
         self.checksums: dict[int, int] = {}  # of this process's images, by index
-        self.log = ResumeLog(folder, (*names, KNOWN), joint)
+        self.log = ResumeLog(folder, (*names, KNOWN))
 
     def add_batch(
         self,
@@ -87,7 +82,9 @@ class PerImageResults:
 
     def counts(self) -> dict[str, int]:
         """Return the number of images whose results the log has from an earlier run, by attack."""
-        known = Counter(name for name, _ in self.log.known)
+        known: Counter[str] = Counter()
+        for (name, _), outcome in self.log.known.items():
+            known[name] += len(outcome.sizes)
         return {name: known[name] for name in self.names[1:] if name in known}
 
     def rows(self) -> PerImageRows:
@@ -104,29 +101,3 @@ class PerImageResults:
         blind = blind.masked_fill(blind < 0, torch.nan)
         own = index, label[:, 0], scores, predictions, sizes, checksum[:, 0], rejected, blind
         return PerImageRows(*own, None if known.isnan().all() else known)
-
-    def copy_images(self, folder: Path) -> None:
-        """Copy the images that were saved beside the log to another folder."""
-        for own in sorted(self.folder.iterdir()) if self.folder and self.folder.exists() else ():
-            if own.is_dir():
-                shutil.copytree(own, folder / own.name, dirs_exist_ok=True)
-
-
-def save_images(folder: Path, index: Tensor, x: Tensor) -> None:
-    """Write each of the images [B, C, H, W] in [0, 1] as a file named after its index."""
-    from PIL import Image
-
-    for number, image in zip(index.tolist(), x.detach().cpu().float(), strict=True):
-        levels = (image * 255).round()
-        # Where a pixel is no whole 255th, rounding could undo the perturbation or leave the ball.
-        if image.shape[0] in (1, 3) and bool((levels / 255 == image).all()):
-            pixels = levels.to(torch.uint8).permute(1, 2, 0).numpy()
-            png = Image.fromarray(pixels.squeeze(2) if pixels.shape[2] == 1 else pixels)
-            atomic_write(folder / f"{number}.png", partial(png.save, format="PNG"))
-        else:
-            atomic_write(folder / f"{number}.npz", partial(_write_array, image))
-
-
-def _write_array(image: Tensor, path: Path) -> None:
-    with path.open("wb") as file:
-        np.savez(file, image=image.numpy())

@@ -30,7 +30,7 @@ from lightning_rob.attacks.auto import (
     suite_kind,
     surrogate_for,
 )
-from lightning_rob.attacks.controls import RandomCorners, RandomStart
+from lightning_rob.attacks.decorators import RandomCorners, RandomStart
 from lightning_rob.defenses import Defense, Ensemble, is_transform_ensemble, random_transforms_in
 from lightning_rob.objectives import (
     ce_of_mean_logits,

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
-from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -41,7 +40,7 @@ class SequentialTraining(RobustModule):
         monitor: logged value that selects a member's best epoch, larger is better; None keeps the
             last weights.
         checkpoints: weights that members start from, one path or null per member.
-        lr_scheduler: optimizer -> schedule, stepped once an epoch and restarted for each member.
+        **options: arguments of `RobustModule`; optimizer and schedule restart for each member.
     """
 
     def __init__(
@@ -53,10 +52,9 @@ class SequentialTraining(RobustModule):
         probs: list[float] | None = None,
         monitor: str | None = "val/robust/worst",
         checkpoints: list[str | None] | None = None,
-        optimizer: OptimizerCallable = torch.optim.Adam,
-        lr_scheduler: LRSchedulerCallable | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(optimizer, lr_scheduler)
+        super().__init__(**options)
         self.epochs = [epochs] * members if isinstance(epochs, int) else list(epochs)
         if len(self.epochs) != members or min(self.epochs, default=0) < 0 or sum(self.epochs) < 1:
             raise ValueError(f"epochs must be a count for each of {members} members, got {epochs}")
@@ -73,8 +71,6 @@ class SequentialTraining(RobustModule):
         self.monitor = monitor
         self.best: dict[str, Any] = {"value": None, "weights": {}}
         self.stage = self._stage_at(0)
-        # Defenses of these members by purpose, stage and device; the module saves the members.
-        self._defenses: dict[tuple[str, int, torch.device], Defense] = {}
 
     @abstractmethod
     def attack_target(self) -> Defense:
@@ -82,10 +78,10 @@ class SequentialTraining(RobustModule):
 
     @property
     def defense(self) -> Defense:  # type: ignore[override]
-        return self._built_once("evaluation", lambda: self.first_members(self.stage + 1))
+        return self.first_members(self.stage + 1)
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        x_adv = self.attack(self._built_once("training", self.attack_target), x, y, self.noise)
+        x_adv = self.attack(self.attack_target(), x, y, self.noise)
         return classification_loss(network_logits(self.trainable_network(), x_adv), y)
 
     def trainable_network(self) -> nn.Module:
@@ -94,14 +90,8 @@ class SequentialTraining(RobustModule):
     def first_members(self, count: int) -> Ensemble:
         """Build the ensemble of the first members, their probabilities scaled to sum to one."""
         probs = self.probs[:count]
-        return Ensemble(self.members[:count], probs / probs.sum())
-
-    def _built_once(self, purpose: str, build: Callable[[], Defense]) -> Defense:
-        key = purpose, self.stage, self.device
-        if key not in self._defenses:
-            with torch.inference_mode(False):  # a test may ask first; attacks need gradients later
-                self._defenses[key] = build().to(self.device)
-        return self._defenses[key]
+        with torch.inference_mode(False):  # a test may ask first; attacks need gradients later
+            return Ensemble(self.members[:count], probs / probs.sum()).to(self.device)
 
     def _stage_at(self, epoch: int) -> int:
         """Return the index of the member that an epoch trains; after the last epoch, the last."""
@@ -170,7 +160,7 @@ class IAT(SequentialTraining):
     """Independent adversarial training: each member is trained on its own adversarial images."""
 
     def attack_target(self) -> Defense:
-        return Single(self.trainable_network())
+        return Single(self.trainable_network()).to(self.device)
 
 
 class BARRE(SequentialTraining):
@@ -229,7 +219,7 @@ class BARRE(SequentialTraining):
         super().on_train_epoch_start()
         if self.stage != before:
             self._start_from_the_one_before()
-            self._set_probabilities(sampling_probabilities(None, len(self.members)))
+            self.probs = sampling_probabilities(None, len(self.members))
 
     def on_train_epoch_end(self) -> None:
         super().on_train_epoch_end()  # a member's best weights first
@@ -251,14 +241,10 @@ class BARRE(SequentialTraining):
         share = members / len(self.members)  # of the members that are there
         probs = torch.cat([found.probs.float() * share, self.probs[members:]])
         # Each process has searched, with BatchNorm statistics of its own.
-        self._set_probabilities(self.trainer.strategy.broadcast(probs))
+        self.probs = self.trainer.strategy.broadcast(probs)
 
     def _start_from_the_one_before(self) -> None:
         self.members[self.stage].load_state_dict(self.members[self.stage - 1].state_dict())
-
-    def _set_probabilities(self, probs: Tensor) -> None:
-        self.probs = probs
-        self._defenses.clear()  # which have the old ones
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
@@ -266,4 +252,4 @@ class BARRE(SequentialTraining):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        self._set_probabilities(self.saved_state(checkpoint, "staged")["probs"])
+        self.probs = self.saved_state(checkpoint, "staged")["probs"]

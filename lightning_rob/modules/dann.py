@@ -6,7 +6,6 @@ from typing import Any, final
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
-from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_rob.defenses import Single
@@ -27,6 +26,7 @@ class DANN(RobustModule):
             such as `DANNNet`.
         scale: final weight of the reversed gradient, which grows from 0 over the steps of the run;
             Chen et al. (2022) use 0.1 for MNIST and 1 for CIFAR-10.
+        **options: arguments of `RobustModule`.
     """
 
     defense: Single
@@ -35,10 +35,9 @@ class DANN(RobustModule):
         self,
         net: Callable[[], nn.Module],
         scale: float = 0.1,
-        optimizer: OptimizerCallable = torch.optim.Adam,
-        lr_scheduler: LRSchedulerCallable | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(optimizer, lr_scheduler)
+        super().__init__(**options)
         if scale < 0:
             raise ValueError(f"scale must not be negative, got {scale}")
         self.defense = Single(net())

@@ -113,7 +113,6 @@ class DVERGE(JointTraining):
         layers: names of the modules to distil from, see `features`; None takes `feature_layers`.
         warmup_epochs: number of first epochs with plain cross-entropy, because the paper starts
             from trained members; then optimizer and schedule restart. Use 0 with checkpoints.
-        diversity_weight: weight of the loss on distilled images beside that on adversarial ones.
         **options: arguments of `JointTraining`; the `attack` is on each member alone, which is also
             trained on these images (DVERGE with adversarial training).
     """
@@ -126,7 +125,6 @@ class DVERGE(JointTraining):
         step_size: Length = 0.007,
         layers: list[str] | None = None,
         warmup_epochs: int = 0,
-        diversity_weight: float = 1.0,
         **options: Any,
     ) -> None:
         super().__init__(net, **options)
@@ -137,7 +135,6 @@ class DVERGE(JointTraining):
             raise ValueError(f"layers must be of {list(known)}, got {unknown or self.layers}")
         self.eps, self.steps, self.step_size = pixels(eps), steps, pixels(step_size)
         self.warmup_epochs = warmup_epochs
-        self.diversity_weight = diversity_weight
 
     def on_train_epoch_start(self) -> None:
         if 0 < self.warmup_epochs == self.current_epoch:
@@ -164,7 +161,7 @@ class DVERGE(JointTraining):
             for j, z in enumerate(distilled)
             if i != j
         ]
-        diversity = self.diversity_weight * torch.stack(losses).sum()
+        diversity = torch.stack(losses).sum()
         if self.attack is None:
             return diversity
         losses = []

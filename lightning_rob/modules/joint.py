@@ -1,9 +1,9 @@
 """Base class of methods that train all members of an ensemble together."""
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
-from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_rob.attacks import Attack
@@ -65,6 +65,7 @@ class JointTraining(RobustModule):
             ones.
         attack: train on its adversarial images of the ensemble; None trains on clean images.
         checkpoints: weights that members start from, one path or null per member.
+        **options: arguments of `RobustModule`.
     """
 
     defense: Ensemble
@@ -76,10 +77,9 @@ class JointTraining(RobustModule):
         probs: list[float] | None = None,
         attack: Attack | None = None,
         checkpoints: list[str | None] | None = None,
-        optimizer: OptimizerCallable = torch.optim.Adam,
-        lr_scheduler: LRSchedulerCallable | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(optimizer, lr_scheduler)
+        super().__init__(**options)
         if members < 2:
             raise ValueError(f"members must be at least 2 to be trained jointly, got {members}")
         self.defense = Ensemble(new_members(net, members, checkpoints), probs)

@@ -20,7 +20,7 @@ class PretrainedEnsemble(RobustModule):
     Args:
         nets: builds a network, [B, C, H, W] -> [B, K]: one factory per member, or one for all.
         checkpoints: a path per member, null where `nets` loads the weights itself; or one path to
-            an ensemble whose members are numbered (`members.0` …, `model0` …) in the file. None:
+            an ensemble of one kind, numbered (`members.0` …, `model0` …) in the file. None:
             `nets` loads all weights.
         members: number of members M, the first ones of a larger ensemble in one file. None infers
             it from the other arguments.
@@ -29,7 +29,6 @@ class PretrainedEnsemble(RobustModule):
             part of that key; a list has one per member, null to search for it.
         rename: as in `load_weights`, for all members.
         drop: as in `load_weights`, for all members.
-        normalizer: as in `load_weights`, for all members.
         rule: turns the members' logits into a prediction.
         defense: network -> defense, such as DENT, for a single network; None builds an ensemble.
     """
@@ -43,7 +42,6 @@ class PretrainedEnsemble(RobustModule):
         prefix: list[str | None] | str | None = None,
         rename: dict[str, str] | None = None,
         drop: list[str] | None = None,
-        normalizer: str | None = None,
         rule: Rule = random_member,
         defense: Callable[[nn.Module], Defense] | None = None,
     ) -> None:
@@ -51,23 +49,20 @@ class PretrainedEnsemble(RobustModule):
         names: dict[str, Any] = {"rename": rename, "drop": drop or []}
         if defense and isinstance(checkpoints, str):
             checkpoints = [checkpoints]
-        given = {"members": members, "nets": nets, "checkpoints": checkpoints, "prefix": prefix}
-        lengths = {name: len(value) for name, value in given.items() if isinstance(value, list)}
-        lengths |= {} if members is None else {"members": members}
-        if len({*lengths.values()}) > 1 or 0 in lengths.values():
-            listed = ", ".join(f"{length} {name}" for name, length in lengths.items())
-            raise ValueError(f"members and all that is one per member must agree, got {listed}")
-        count = next(iter(lengths.values()), None)
+        lengths = {len(one) for one in (nets, checkpoints, prefix) if isinstance(one, list)}
+        lengths |= set() if members is None else {members}
+        if len(lengths) > 1 or 0 in lengths:
+            raise ValueError(f"members and all that is one per member must agree, got {lengths}")
+        count = next(iter(lengths), None)
         if isinstance(checkpoints, str):
             if isinstance(prefix, list):
                 raise ValueError(f"one checkpoint for all needs one prefix, got {prefix}")
-            examples = [make() for make in nets] if isinstance(nets, list) else [nets()]
-            found = member_prefixes(examples, checkpoints, prefix, **names)
+            example = nets[0]() if isinstance(nets, list) else nets()
+            found = member_prefixes(example, checkpoints, prefix, **names)
             # A run that was stopped early also saves members with random weights.
             found = found[: started_members(checkpoints)]
             if count is not None and len(found) < count:
-                held = f"{len(found)} members, not {count}: {', '.join(found)}"
-                raise ValueError(f"{checkpoints} holds {held}")
+                raise ValueError(f"{checkpoints} holds {len(found)} members, not {count}: {found}")
             prefix = list(found[:count])
             count = len(prefix)
         if count is None:
@@ -80,7 +75,7 @@ class PretrainedEnsemble(RobustModule):
         for make, path, key in zip(*columns, strict=True):
             built.append(net := make())
             if path is not None:
-                load_weights(net, path, key, normalizer=normalizer, **names)
+                load_weights(net, path, key, **names)
                 continue
             # A factory that loads trained weights builds the same network twice.
             pairs = zip(net.state_dict().values(), make().state_dict().values(), strict=True)

@@ -1,32 +1,19 @@
 """Networks with an encoder, a predictor and a domain discriminator (Ganin et al. 2016)."""
 
 from collections.abc import Sequence
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_rob.nets.normalize import CIFAR10_MEAN, CIFAR10_STD, Normalize
 from lightning_rob.nets.pooling import spatial_mean
-from lightning_rob.nets.resnet import BasicBlock
+from lightning_rob.nets.resnet import stage
 
 GREY_STD = (0.3015,)  # the authors' value for MNIST, whose own is 0.3081
 
 
-class _Reversal(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: float) -> Tensor:
-        ctx.weight = weight
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return -ctx.weight * gradient, None
-
-
 def reversed_gradient(x: Tensor, weight: float) -> Tensor:
     """Return features unchanged, but with their gradient times -weight (Ganin 2016, eq. 16, 17)."""
-    return _Reversal.apply(x, weight)
+    return x.detach() - weight * (x - x.detach())
 
 
 def _convolution(inputs: int, width: int, kernel: int, padding: int = 0) -> list[nn.Module]:
@@ -109,10 +96,6 @@ class DANNNet(nn.Module):
         return self.classify(self.features(x))
 
 
-def _stage(inputs: int, width: int, stride: int) -> nn.Sequential:
-    return nn.Sequential(BasicBlock(inputs, width, stride, "B"), BasicBlock(width, width, 1, "B"))
-
-
 class DANNResNet18(nn.Module):
     """ResNet-18 of DANN's CIFAR-10 experiments, split after the third of its four stages.
 
@@ -138,13 +121,13 @@ class DANNResNet18(nn.Module):
             nn.Conv2d(len(mean), width, 3, padding=1, bias=False),
             nn.BatchNorm2d(width),
             nn.ReLU(),
-            _stage(width, width, 1),
-            _stage(width, 2 * width, 2),
-            _stage(2 * width, 4 * width, 2),
+            stage(width, width, 2, 1, "B"),
+            stage(width, 2 * width, 2, 2, "B"),
+            stage(2 * width, 4 * width, 2, 2, "B"),
         )
-        self.layer4 = _stage(4 * width, 8 * width, 2)
+        self.layer4 = stage(4 * width, 8 * width, 2, 2, "B")
         self.linear = nn.Linear(8 * width, classes)
-        self.discriminator = _stage(4 * width, 8 * width, 2)
+        self.discriminator = stage(4 * width, 8 * width, 2, 2, "B")
         self.judge = nn.Linear(8 * width, 2)
 
     def features(self, x: Tensor) -> Tensor:

@@ -61,13 +61,5 @@ class Normalize(nn.Module):
             raise ValueError(f"{channels} channels, but mean and std have {layer.channels}")
         return layer
 
-    def set_statistics(self, statistics: Tensor) -> None:
-        """Replace mean and std, [2, C], in place."""
-        other = Normalize(*statistics.tolist())
-        if other.channels != self.channels:
-            raise ValueError(f"statistics of {other.channels} channels, expected {self.channels}")
-        self.mean.copy_(other.mean)
-        self.std.copy_(other.std)
-
     def forward(self, x: Tensor) -> Tensor:
         return (with_channels(x, self.channels) - self.mean) / self.std

@@ -6,9 +6,9 @@ import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import count, product
+from itertools import count, product, takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -27,13 +27,13 @@ def load_weights(
     prefix: str | None = None,
     rename: Mapping[str, str] | None = None,
     drop: Sequence[str] = (),
-    normalizer: str | None = None,
 ) -> nn.Module:
     """Load a network's weights from a checkpoint of any layout, without running code from it.
 
     The network may lie anywhere in the file: a plain state dict, one under `state_dict`, `model`,
     `last` …, behind `module.`, or in a Lightning checkpoint such as `defense.members.0`. A
-    `ZooNet` also takes the weights of the zoo's own network.
+    `ZooNet` also takes the weights of the zoo's own network. If the file has the images' `mean` and
+    `std` (or `mu` and `sigma`), they must equal the network's, unless dropped.
 
     Args:
         net: the network, changed in place and returned.
@@ -42,38 +42,24 @@ def load_weights(
         rename: components of names in the file, or several in a row, and the network's names for
             them, such as {"fc": "linear", "layer.0.block": "block1.layer"}; the longest one counts.
         drop: parts of names in the file to ignore, such as "sub_block1.".
-        normalizer: place of the images' `mean` and `std` (or `mu` and `sigma`) in the file, or its
-            end, such as "model0.normalizer", by which the network then normalises. With None,
-            statistics in the file must equal the network's, unless dropped.
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: not a checkpoint, none or several such networks, or weights that are not finite.
     """
-    tensors = dict(named_tensors(read_file(path)))
-    candidates, statistics = _candidates(net, tensors, rename, drop)
-    if normalizer is None:
-        _check_statistics(net, statistics, path)
-    part = _part_in_file(net, candidates)
-    matches = _matches(part, candidates, path, prefix)
-    if len(matches) > 1:
-        several = _shortened(list(map(repr, matches)), 12)
-        raise ValueError(
-            f"{path} holds several {type(part).__name__}: pass prefix= one of {several}"
-        )
-    state = _under(candidates, matches[0])
+    part, tensors, places = _search(net, path, prefix, rename, drop)
+    if len(places) > 1:
+        several = f"holds several {type(part).__name__}: pass prefix= one of {_listed(places)}"
+        raise ValueError(f"{path} {several}")
+    state = _under(tensors, places[0])
     if nonfinite := [name for name, entry in state.items() if not entry.isfinite().all()]:
-        named = f"{len(nonfinite)} weights are not finite ({_shortened(nonfinite)})"
-        raise ValueError(f"{path}: {named}")
-    # All checks come before the first change: a network that is refused stays as it was.
-    if normalizer is not None:
-        _take_statistics(net, tensors, path, normalizer)
+        raise ValueError(f"{path}: {len(nonfinite)} weights are not finite, as {nonfinite[0]}")
     part.load_state_dict(state)
     return net
 
 
 def member_prefixes(
-    nets: Sequence[nn.Module],
+    net: nn.Module,
     path: str | os.PathLike[str],
     prefix: str | None = None,
     rename: Mapping[str, str] | None = None,
@@ -82,34 +68,29 @@ def member_prefixes(
     """Return the prefixes, for `load_weights`, of an ensemble numbered from 0 in a checkpoint.
 
     Args:
-        nets: a network for each member; or a single one, then all members of its kind are found.
+        net: a network of the members' kind.
         path: the file.
         prefix: place of the ensemble in the file, or a part of it; None searches.
         rename: as in `load_weights`.
         drop: as in `load_weights`.
     """
-    tensors = dict(named_tensors(read_file(path)))
-    places = []
-    for net in nets:
-        candidates, _ = _candidates(net, tensors, rename, drop)
-        places.append(_matches(_part_in_file(net, candidates), candidates, path, prefix))
-    lengths: dict[tuple[str, str], int] = {}  # members by the text around their number
-    for number in (n for place in places[0] for n in re.finditer(r"(?<!\d)0(?!\d)", place)):
+    _, _, places = _search(net, path, prefix, rename, drop)
+    ensembles = []
+    for zero in (zero for place in places for zero in re.finditer(r"(?<!\d)0(?!\d)", place)):
         # Each 0 in a place may be the member's number: count how far it goes up.
-        before, after = number.string[: number.start()], number.string[number.end() :]
-        found = range(len(nets)) if len(nets) > 1 else count()
-        gap = (i for i in found if f"{before}{i}{after}" not in places[min(i, len(nets) - 1)])
-        lengths[before, after] = next(gap, len(nets))
-    most = max(lengths.values(), default=0)
-    if most < len(nets):
-        known = ", ".join(dict.fromkeys(repr(place) for found in places for place in found))
-        raise ValueError(f"{path} holds no {type(nets[0]).__name__} numbered from 0, only: {known}")
-    ensembles = [around for around, length in lengths.items() if length == most]
-    if len(ensembles) > 1:
-        several = ", ".join(repr(f"{before}0{after}") for before, after in ensembles)
+        before, after = zero.string[: zero.start()], zero.string[zero.end() :]
+        members = (f"{before}{number}{after}" for number in count())
+        ensembles.append(list(takewhile(places.__contains__, members)))
+    if not ensembles:
+        raise ValueError(
+            f"{path} holds no {type(net).__name__} numbered from 0, only: {_listed(places)}"
+        )
+    most = max(map(len, ensembles))
+    longest = [members for members in ensembles if len(members) == most]
+    if len(longest) > 1:
+        several = _listed(members[0] for members in longest)
         raise ValueError(f"{path} holds several ensembles, tell by prefix=: {several}")
-    before, after = ensembles[0]
-    return [f"{before}{number}{after}" for number in range(most)]
+    return longest[0]
 
 
 def started_members(path: str | os.PathLike[str]) -> int | None:
@@ -153,38 +134,52 @@ def named_tensors(tree: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
         yield from named_tensors(child, f"{name}.{key}" if name else str(key))
 
 
-class _Statistics(NamedTuple):
-    """Mean and standard deviation of the images, which some authors save beside the weights."""
+def _search(
+    net: nn.Module,
+    path: str | os.PathLike[str],
+    prefix: str | None,
+    rename: Mapping[str, str] | None,
+    drop: Sequence[str],
+) -> tuple[nn.Module, State, list[str]]:
+    """Return the part of a network that a file holds, the file's tensors, and where it fits.
 
-    names: tuple[str, str]
-    values: Tensor  # [2, C]
-
-
-def _statistics(tensors: Mapping[str, Tensor]) -> dict[str, _Statistics]:
-    """Find `mean` and `std`, or `mu` and `sigma`, of one shape beside each other, by place."""
-    found: dict[str, _Statistics] = {}
-    for (first, second), name in product((("mean", "std"), ("mu", "sigma")), tensors):
-        names = name, f"{name.removesuffix(first)}{second}"
-        mean, std = tensors[name], tensors.get(names[1])
-        if not f".{name}".endswith(f".{first}") or std is None:
-            continue
-        if std.shape == mean.shape and mean.ndim:
-            values = torch.stack([mean.flatten(), std.flatten()])
-            found.setdefault(name.removesuffix(first).removesuffix("."), _Statistics(names, values))
-    return found
+    The part is the network, or the one module behind its normalisation.
+    """
+    tensors, children = _candidates(net, path, rename, drop), list(net.children())
+    inside = [child for child in children if not isinstance(child, Normalize)]
+    parts = [net, *(inside if len(inside) == 1 < len(children) else [])]
+    counted = [(part, _prefixes(tensors, _required(part))) for part in parts]
+    part, found = max(counted, key=lambda one: max(one[1].values(), default=0))
+    # "members.0" names state_dict.members.0 as well as members.0.net.
+    asked = [place for place in found if prefix in (None, place) or f".{prefix}." in f".{place}."]
+    fits = [p for p in asked or found if not _differences(part, _under(tensors, p))]
+    if fits and asked:
+        return part, tensors, fits
+    kind = type(part).__name__
+    if fits:
+        known = f"pass prefix= one of {_listed(fits)}"
+        raise ValueError(f"{path} has no {kind} under {prefix!r}: {known}")
+    nearest = max(asked or found or [""], key=found.__getitem__)
+    where = f" (under {nearest!r})" if nearest else ""
+    differences = _differences(part, _under(tensors, nearest))
+    raise ValueError(f"{path}{where} does not fit {kind}: {differences}")
 
 
 def _candidates(
-    net: nn.Module, tensors: State, rename: Mapping[str, str] | None, drop: Sequence[str]
-) -> tuple[State, dict[str, _Statistics]]:
-    """Return the tensors that may be weights, under the network's names, and the statistics."""
-    kept = {n: t for n, t in tensors.items() if not any(f".{part}" in f".{n}" for part in drop)}
-    # A network's own weights may have such names.
-    statistics = {} if _statistics(net.state_dict()) else _statistics(kept)
-    for one in statistics.values():
-        kept = {name: entry for name, entry in kept.items() if name not in one.names}
+    net: nn.Module,
+    path: str | os.PathLike[str],
+    rename: Mapping[str, str] | None,
+    drop: Sequence[str],
+) -> State:
+    """Return the tensors of a file that may be weights, under the network's names."""
+    tensors = named_tensors(read_file(path))
+    kept = {n: t for n, t in tensors if not any(f".{part}" in f".{n}" for part in drop)}
+    if not _statistics(net.state_dict()):  # else its own weights have such names
+        for names, values in _statistics(kept).items():
+            _check_statistics(net, names, values, path)
+            kept = {name: entry for name, entry in kept.items() if name not in names}
     if not rename:
-        return kept, statistics
+        return kept
     parts = "|".join(map(re.escape, sorted(rename, key=len, reverse=True)))
     whole = re.compile(rf"(?<![^.])(?:{parts})(?![^.])")
     renamed: State = {}
@@ -193,33 +188,37 @@ def _candidates(
         if new in renamed:
             raise ValueError(f"rename {dict(rename)} gives two entries the name {new}")
         renamed[new] = entry
-    return renamed, statistics
+    return renamed
 
 
-def _part_in_file(net: nn.Module, tensors: State) -> nn.Module:
-    """Return the network, or the one module behind its normalisation if the file holds that."""
-    children = list(net.children())
-    inside = [child for child in children if not isinstance(child, Normalize)]
-    parts = [net, *(inside if len(inside) == 1 < len(children) else [])]
-    counts = [max(_prefixes(tensors, _required(part)).values(), default=0) for part in parts]
-    return parts[counts.index(max(counts))]
+def _statistics(tensors: State) -> dict[tuple[str, str], Tensor]:
+    """Find `mean` and `std`, or `mu` and `sigma`, of one shape beside each other, as [2, C]."""
+    found = {}
+    for (first, second), name in product((("mean", "std"), ("mu", "sigma")), tensors):
+        names = name, name.removesuffix(first) + second
+        mean, std = tensors[name], tensors.get(names[1])
+        if not f".{name}".endswith(f".{first}") or std is None:
+            continue
+        if std.shape == mean.shape and mean.ndim:
+            found[names] = torch.stack([mean.flatten(), std.flatten()])
+    return found
 
 
-def _matches(net: nn.Module, tensors: State, path: object, prefix: str | None) -> list[str]:
-    """Return the prefixes under which the network fits; raise ValueError if there are none."""
-    kind, found = type(net).__name__, _prefixes(tensors, _required(net))
-    # "members.0" names state_dict.members.0 as well as members.0.net.
-    asked = [place for place in found if prefix in (None, place) or f".{prefix}." in f".{place}."]
-    fits = [p for p in asked or found if not _differences(net, _under(tensors, p))]
-    if fits and asked:
-        return fits
-    if fits:
-        known = _shortened(list(map(repr, fits)), 12)
-        raise ValueError(f"{path} has no {kind} under {prefix!r}: pass prefix= one of {known}")
-    nearest = max(asked or found or [""], key=found.__getitem__)
-    where = f" (under {nearest!r})" if nearest else ""
-    differences = _differences(net, _under(tensors, nearest))
-    raise ValueError(f"{path}{where} does not fit {kind}: {differences}")
+def _check_statistics(net: nn.Module, names: tuple[str, str], values: Tensor, path: object) -> None:
+    """Refuse a checkpoint whose images were normalised by other numbers than the network's."""
+    layers = [layer for layer in net.modules() if isinstance(layer, Normalize)]
+    own = [torch.stack([layer.mean, layer.std]).flatten(1) for layer in layers]
+    # Of another number of channels they are not of these images.
+    same = [one.shape != values.shape or one.allclose(values.to(one), atol=1e-6) for one in own]
+    if own and all(same):
+        return
+    mean, std = ([round(number, 6) for number in row] for row in values.tolist())
+    parts = [".".join(name.split(".")[-2:]) for name in names]
+    does = "has other numbers" if own else "has no Normalize"
+    raise ValueError(
+        f"{path} normalises by mean {mean} and std {std} ({names[0]}), {type(net).__name__} {does}:"
+        f" build it with these, or pass drop={parts} to ignore them"
+    )
 
 
 def _required(net: nn.Module) -> State:
@@ -258,46 +257,5 @@ def _differences(net: nn.Module, state: State) -> str:
     return "; ".join(f"{len(names)} {kind} ({', '.join(names)})" for kind, names in found.items())
 
 
-def _shortened(names: Sequence[str], most: int = 3) -> str:
-    return ", ".join(names[:most]) + (", …" if len(names) > most else "")
-
-
-def _check_statistics(net: nn.Module, found: Mapping[str, _Statistics], path: object) -> None:
-    """Refuse a checkpoint whose images were normalised by other numbers than the network's."""
-    layers = [layer for layer in net.modules() if isinstance(layer, Normalize)]
-    own = [torch.stack([layer.mean, layer.std]).flatten(1) for layer in layers]
-    for place, (names, values) in found.items():
-        # Of another number of channels they are not of these images.
-        other = [
-            one.shape == values.shape and not one.allclose(values.to(one), atol=1e-6) for one in own
-        ]
-        if own and not any(other):
-            continue
-        does = f"normalises by {_rounded(own[0])}" if own else "has no Normalize"
-        last = place.rpartition(".")[2]
-        drop = [f"{last}.{name.rpartition('.')[2]}".strip(".") for name in names]
-        raise ValueError(
-            f"{path} normalises by {_rounded(values)} ({place}), {type(net).__name__} {does}:"
-            f" pass normalizer={place!r} to take the file's, or drop={drop} to ignore them"
-        )
-
-
-def _take_statistics(net: nn.Module, tensors: State, path: object, normalizer: str) -> None:
-    layers, known = [m for m in net.modules() if isinstance(m, Normalize)], _statistics(tensors)
-    found = {p: one.values for p, one in known.items() if f".{p}".endswith(f".{normalizer}")}
-    if not layers:
-        raise ValueError(f"{type(net).__name__} has no Normalize, got normalizer={normalizer!r}")
-    if not found:
-        places = ", ".join(map(repr, known)) or "nowhere"
-        raise ValueError(f"{path} has no mean and std under {normalizer!r}, they are: {places}")
-    # Members of an ensemble may each have a copy, all the same.
-    first, *others = found.values()
-    if not all(torch.equal(first, other) for other in others):
-        several = ", ".join(map(repr, found))
-        raise ValueError(f"{path} holds several that differ: pass normalizer= one of {several}")
-    for layer in layers:
-        layer.set_statistics(first)
-
-
-def _rounded(statistics: Tensor) -> str:
-    return " / ".join(str([round(x, 4) for x in row]) for row in statistics.tolist())
+def _listed(places: Iterable[str]) -> str:
+    return ", ".join(map(repr, places))

@@ -1,6 +1,5 @@
 """Residual networks with pre-activation blocks for 32x32 images: WideResNet and PreActResNet18."""
 
-from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -12,29 +11,23 @@ from lightning_rob.nets.pooling import spatial_mean
 
 Activation = Literal["relu", "silu"]
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "silu": nn.SiLU}
-SHORTCUTS = ("active", "input", "3x3")
 
 
-def _check(name: str, value: object, known: Sequence[str]) -> None:
-    if value not in known:
-        raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
-
-
-def _padding(stride: int, same: bool) -> tuple[nn.Module | None, int]:
-    """Return a padding layer, or None, and the padding of the 3x3 convolution behind it."""
+def _padding(stride: int, same: bool) -> tuple[nn.Module, int]:
+    """Return a padding layer, and the padding of the 3x3 convolution behind it."""
     # TensorFlow's SAME padding puts a strided convolution's zeros below and to the right only.
-    return (nn.ZeroPad2d((0, 1, 0, 1)), 0) if same and stride > 1 else (None, 1)
+    return (nn.ZeroPad2d((0, 1, 0, 1)), 0) if same and stride > 1 else (nn.Identity(), 1)
 
 
-class PreActivation(nn.Module, ABC):
+class PreActBlock(nn.Module):
     """Residual block with batch norm and activation before each 3x3 convolution (He et al. 2016b).
 
-    Subclasses hold the projection on the shortcut, under the name of their published checkpoints.
-    A stride of 2 halves height and width; `activation` and `same` are those of `WideResNet`.
+    A stride of 2 halves height and width. The names of the layers on the shortcut are those of the
+    published checkpoints: `convShortcut` of a "wide" block, else the last layer of `shortcut`.
     """
 
     def __init__(
-        self, inputs: int, width: int, stride: int, activation: Activation, same: bool
+        self, inputs: int, width: int, stride: int, activation: str, same: bool, shortcut: str
     ) -> None:
         super().__init__()
         self.bn1 = nn.BatchNorm2d(inputs)
@@ -44,45 +37,36 @@ class PreActivation(nn.Module, ABC):
         self.bn2 = nn.BatchNorm2d(width)
         self.relu2 = ACTIVATIONS[activation]()
         self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
-
-    @abstractmethod
-    def skip(self, x: Tensor, active: Tensor) -> Tensor:
-        """Return the shortcut's term of the input, plain and behind batch norm and activation."""
+        self.projects_active = shortcut in ("active", "wide")
+        self.convShortcut = self.shortcut = None
+        if stride == 1 and inputs == width:
+            return
+        if shortcut == "3x3":
+            pad, padding = _padding(stride, same)
+            conv = nn.Conv2d(inputs, width, 3, stride=stride, padding=padding, bias=False)
+            self.shortcut = nn.Sequential(pad, conv)
+        else:
+            conv = nn.Conv2d(inputs, width, 1, stride=stride, bias=False)
+            if shortcut == "wide":
+                self.convShortcut = conv
+            else:
+                self.shortcut = nn.Sequential(conv)
 
     def forward(self, x: Tensor) -> Tensor:
         active = self.relu1(self.bn1(x))
-        skipped = self.skip(x, active)
-        padded = active if self.pad1 is None else self.pad1(active)
-        residual: Tensor = self.conv2(self.relu2(self.bn2(self.conv1(padded))))
+        skipped = x
+        projection = self.shortcut if self.convShortcut is None else self.convShortcut
+        if projection is not None:
+            skipped = projection(active if self.projects_active else x)
+        residual: Tensor = self.conv2(self.relu2(self.bn2(self.conv1(self.pad1(active)))))
         return residual + skipped
 
 
-def _projection(inputs: int, width: int, stride: int) -> nn.Conv2d | None:
-    """Return the 1x1 convolution of the shortcut, None where the shape stays."""
-    if stride == 1 and inputs == width:
-        return None
-    return nn.Conv2d(inputs, width, 1, stride=stride, bias=False)
-
-
-class WideBlock(PreActivation):
-    """Block of `WideResNet`; its projection is called `convShortcut`."""
-
-    def __init__(
-        self, inputs: int, width: int, stride: int, activation: Activation, same: bool
-    ) -> None:
-        super().__init__(inputs, width, stride, activation, same)
-        self.convShortcut = _projection(inputs, width, stride)
-
-    def skip(self, x: Tensor, active: Tensor) -> Tensor:
-        return x if self.convShortcut is None else self.convShortcut(active)
-
-
-def _wide_stage(
-    inputs: int, width: int, blocks: int, stride: int, activation: Activation, same: bool
-) -> nn.Sequential:
-    rest = [WideBlock(width, width, 1, activation, same) for _ in range(blocks - 1)]
-    layer = nn.Sequential(WideBlock(inputs, width, stride, activation, same), *rest)
-    return nn.Sequential(OrderedDict(layer=layer))  # a name of the published checkpoints
+def _stage(inputs: int, width: int, blocks: int, stride: int, *options: Any) -> nn.Sequential:
+    first = PreActBlock(inputs, width, stride, *options)
+    return nn.Sequential(
+        first, *(PreActBlock(width, width, 1, *options) for _ in range(blocks - 1))
+    )
 
 
 def _kaiming(module: nn.Module) -> None:
@@ -118,7 +102,6 @@ class WideResNet(nn.Module):
         same: bool = False,
     ) -> None:
         super().__init__()
-        _check("activation", activation, tuple(ACTIVATIONS))
         if depth < 10 or depth % 6 != 4:
             raise ValueError(f"depth must be 6n + 4 (10, 16, 22, 28, 34, …), got {depth}")
         if widen < 1:
@@ -126,9 +109,14 @@ class WideResNet(nn.Module):
         blocks, width = (depth - 4) // 6, 16 * widen
         self.normalize = Normalize(mean, std)
         self.conv1 = nn.Conv2d(len(mean), 16, 3, padding=1, bias=False)
-        self.block1 = _wide_stage(16, width, blocks, 1, activation, same)
-        self.block2 = _wide_stage(width, 2 * width, blocks, 2, activation, same)
-        self.block3 = _wide_stage(2 * width, 4 * width, blocks, 2, activation, same)
+
+        def block(inputs: int, width: int, stride: int) -> nn.Sequential:
+            layer = _stage(inputs, width, blocks, stride, activation, same, "wide")
+            return nn.Sequential(OrderedDict(layer=layer))  # a name of the published checkpoints
+
+        self.block1 = block(16, width, 1)
+        self.block2 = block(width, 2 * width, 2)
+        self.block3 = block(2 * width, 4 * width, 2)
         self.bn1 = nn.BatchNorm2d(4 * width)
         self.relu = ACTIVATIONS[activation]()
         self.fc = nn.Linear(4 * width, classes)
@@ -145,33 +133,6 @@ class WRN28_4(WideResNet):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(depth=28, widen=4, **options)
-
-
-class PreActBlock(PreActivation):
-    """Block of `PreActResNet18`; its projection is the last layer of `shortcut`."""
-
-    def __init__(
-        self,
-        inputs: int,
-        width: int,
-        stride: int,
-        activation: Activation,
-        shortcut: str,
-        same: bool,
-    ) -> None:
-        super().__init__(inputs, width, stride, activation, same)
-        self.projects_active = shortcut == "active"
-        self.shortcut = None
-        if shortcut == "3x3" and (inputs, stride) != (width, 1):
-            pad, padding = _padding(stride, same)
-            conv = nn.Conv2d(inputs, width, 3, stride=stride, padding=padding, bias=False)
-            self.shortcut = nn.Sequential(pad or nn.Identity(), conv)
-        elif (projection := _projection(inputs, width, stride)) is not None:
-            self.shortcut = nn.Sequential(projection)
-
-    def skip(self, x: Tensor, active: Tensor) -> Tensor:
-        source = active if self.projects_active else x
-        return x if self.shortcut is None else self.shortcut(source)
 
 
 class PreActResNet18(nn.Module):
@@ -202,20 +163,14 @@ class PreActResNet18(nn.Module):
         final_norm: bool = True,
     ) -> None:
         super().__init__()
-        _check("activation", activation, tuple(ACTIVATIONS))
-        _check("shortcut", shortcut, SHORTCUTS)
-
-        def stage(inputs: int, width: int, stride: int) -> nn.Sequential:
-            shapes = [(inputs, width, stride), (width, width, 1)]
-            blocks = [PreActBlock(*shape, activation, shortcut, same) for shape in shapes]
-            return nn.Sequential(*blocks)
-
+        if shortcut not in ("active", "input", "3x3"):
+            raise ValueError(f"shortcut must be one of active, input, 3x3, got {shortcut!r}")
         self.normalize = Normalize(mean, std)
         self.conv1 = nn.Conv2d(len(mean), width, 3, padding=1, bias=False)
-        self.layer1 = stage(width, width, 1)
-        self.layer2 = stage(width, 2 * width, 2)
-        self.layer3 = stage(2 * width, 4 * width, 2)
-        self.layer4 = stage(4 * width, 8 * width, 2)
+        self.layer1 = _stage(width, width, 2, 1, activation, same, shortcut)
+        self.layer2 = _stage(width, 2 * width, 2, 2, activation, same, shortcut)
+        self.layer3 = _stage(2 * width, 4 * width, 2, 2, activation, same, shortcut)
+        self.layer4 = _stage(4 * width, 8 * width, 2, 2, activation, same, shortcut)
         self.bn = nn.BatchNorm2d(8 * width) if final_norm else nn.Identity()
         self.relu = ACTIVATIONS[activation]() if final_norm else nn.Identity()
         self.linear = nn.Linear(8 * width, classes)

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -43,10 +42,7 @@ def torchvision_net(name: str, classes: int | None, weights: str | None) -> Foun
     from torchvision import models
 
     classes = CLASSES if classes is None else classes
-    known_names = models.list_models(module=models)
-    if name not in known_names and find_spec("timm") and _timm().is_model(name):
-        raise ValueError(f"no torchvision network {name!r}: it is one of timm, source='timm'")
-    _known(name, known_names, "torchvision network")
+    _known(name, models.list_models(module=models), "torchvision network")
     fresh = models.get_model(name, weights=None, num_classes=classes)
     if weights is None:
         return Found(fresh)

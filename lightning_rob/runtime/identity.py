@@ -140,7 +140,7 @@ class _Digests:
         return parts
 
     def _source(self, value: Any) -> str:
-        # A class or function of a notebook has no file.
+        # A class or function of a notebook has no file: no other process gives it this digest.
         found = getattr(sys.modules.get(value.__module__), "__file__", None)
         return _sources(value.__module__) if found else _unknown()
 

@@ -1,6 +1,6 @@
 """Blurs by small kernels."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,9 +23,9 @@ class BoxBlur(Transform):
     odd = "size"
 
     def apply(self, x: Tensor) -> Tensor:
-        weights = [1 / self.size] * self.size
-        padded = pad(x, [self.size // 2] * 4, mode="reflect")
-        return correlated(correlated(padded, weights, 2), weights, 3)
+        from kornia.filters import box_blur
+
+        return box_blur(x, self.size, "reflect", separable=True)
 
 
 @dataclass(frozen=True)
@@ -53,20 +53,20 @@ class GaussianBlur(Transform):
         return size, between(x, *self.std, 2, generator=generator)
 
     def apply(self, x: Tensor, size: Tensor | None = None, std: Tensor | None = None) -> Tensor:
-        if size is None:
-            size = torch.tensor(self.sizes, device=x.device)
-        if std is None:
-            std = x.new_tensor([self.std])
+        from kornia.filters import filter2d_separable, get_gaussian_kernel1d
+
         # Every kernel is as large as the largest one, with zeros around its own size.
-        reach = max(self.sizes) // 2
-        distance = torch.arange(-reach, reach + 1, device=x.device)
-        within = (distance.abs() <= size[:, None] // 2)[:, None]
-        weights = within * torch.exp(-((distance / std[..., None]) ** 2) / 2)
-        # Normalised after the cut, so that a constant image stays as it is.
-        weights = (weights / weights.sum(-1, keepdim=True)).to(x)[..., None, None, None]
-        down, across = weights.unbind(1)
-        padded = pad(x, [reach] * 4, mode="reflect")
-        return correlated(correlated(padded, down.unbind(1), 2), across.unbind(1), 3)
+        most = max(self.sizes)
+        if std is None:
+            std = x.new_tensor(self.std)
+        kernels = get_gaussian_kernel1d(most, std.reshape(-1, 1)).view(-1, 2, most)
+        if size is not None:
+            distance = torch.arange(most, device=x.device) - most // 2
+            kernels = kernels * (distance.abs() <= size[:, None] // 2)[:, None]
+            # Normalised after the cut, so that a constant image stays as it is.
+            kernels = kernels / kernels.sum(-1, keepdim=True)
+        down, across = kernels.to(x).expand(len(x), -1, -1).unbind(1)
+        return filter2d_separable(x, across, down, "reflect")
 
 
 @dataclass(frozen=True)
@@ -180,15 +180,6 @@ def sample_one_of(x: Tensor, values: tuple[int, ...], generator: Generator) -> T
     """[B] int64, one of the values for each image, all equally probable."""
     options = torch.tensor(values, device=x.device)
     return options[(uniform(x, generator=generator) * len(options)).long()]
-
-
-def correlated(x: Tensor, weights: Sequence[float | Tensor], dim: int) -> Tensor:
-    """Sum weighted neighbours along one side of images; several times as fast as a convolution."""
-    length = x.shape[dim] - len(weights) + 1
-    total = x.narrow(dim, 0, length) * weights[0]
-    for place, weight in enumerate(weights[1:], 1):
-        total = total + x.narrow(dim, place, length) * weight
-    return total
 
 
 def _median_index_3x3(padded: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import interpolate, mse_loss
 
+from lightning_rob.nets.weights import read_file
 from lightning_rob.runtime.files import atomic_save
 from lightning_rob.transforms.base import Transform, clip
 
@@ -78,18 +79,6 @@ def planes_of(x: Tensor, params: Sequence[Tensor]) -> Tensor:
     return torch.cat(planes, 1)
 
 
-class _ReplaceGradient(torch.autograd.Function):
-    """The value of one tensor with the gradient of another."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, surrogate: Tensor) -> Tensor:
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[None, Tensor]:
-        return None, grads[0]
-
-
 def approximated(
     transform: Transform, x: Tensor, params: Sequence[Tensor], net: nn.Module | None = None
 ) -> Tensor:
@@ -99,7 +88,8 @@ def approximated(
         y = transform(x, *params)
     if not (x.requires_grad and torch.is_grad_enabled()):
         return y
-    return _ReplaceGradient.apply(y, x if net is None else net(x, *params))
+    learned = x if net is None else net(x, *params)
+    return y + (learned - learned.detach())
 
 
 @dataclass(frozen=True)
@@ -118,19 +108,17 @@ def train_bpda(
     batch_size: int = 32,
     lr: float = 0.01,
     generator: torch.Generator | None = None,
-    progress: Callable[[int], object] = lambda images: None,
 ) -> Trained:
     """Train a network on a transform (mean squared error, Adam); return its best epoch.
 
-    Each epoch samples new parameters for its images. The best epoch is selected on held-out images,
-    whose number `held_out` computes and whose parameters stay.
+    Each epoch samples new parameters for its images. The best epoch is selected on a held-out tenth
+    of the images, whose parameters stay.
 
     Args:
         images: [N, C, H, W] in [0, 1], on the device of the training.
         generator: source of the initial weights, the order and the parameters.
-        progress: called after each step with its number of images.
     """
-    count = held_out(len(images))
+    count = max(1, round(HELD_OUT * len(images)))
     if min(epochs, batch_size, len(images) - count) < 1:
         raise ValueError(
             "epochs and batch_size must be at least 1 and some of the images left to train on, "
@@ -158,17 +146,11 @@ def train_bpda(
             x, params, y = task(train[chosen])
             torch.autograd.backward(mse_loss(net(x, *params), y))
             optimizer.step()
-            progress(len(chosen))
         if (current := _mean_error(net.eval(), tasks)) < error:
             best, error = {key: value.clone() for key, value in net.state_dict().items()}, current
     net.load_state_dict(best)
     identity = _mean_error(lambda x, *params: x, tasks)
     return Trained(net.eval().requires_grad_(False), error, identity)
-
-
-def held_out(count: int) -> int:
-    """Return how many of `count` images the training holds out to select the best epoch."""
-    return max(1, round(HELD_OUT * count))
 
 
 @torch.no_grad()
@@ -222,47 +204,38 @@ def save_approximation(
 
 def load_approximation(path: Path | str) -> tuple[BPDANet, dict[str, Any]]:
     """Load a network, in evaluation mode and frozen, and the values saved beside it."""
-    try:
-        with torch.inference_mode(False):
-            content = torch.load(path, map_location="cpu", weights_only=True)
-            weights, about = content["weights"], dict(content["about"])
-            net = BPDANet(about["shape"][0], len(weights["low"]))
-            net.load_state_dict(weights)
-    except FileNotFoundError:
-        raise
-    except Exception as error:  # torch raises many types for files that it cannot read
-        raise ValueError(
-            f"{path} is no network of lightning-rob bpda ({type(error).__name__}): delete it"
-        ) from error
+    with torch.inference_mode(False):
+        content = read_file(path)
+        if not isinstance(content, dict) or content.keys() != {"weights", "about"}:
+            raise ValueError(f"{path} is no network of lightning-rob bpda: delete it")
+        weights, about = content["weights"], dict(content["about"])
+        net = BPDANet(about["shape"][0], len(weights["low"]))
+        net.load_state_dict(weights)
     return net.eval().requires_grad_(False), about
 
 
 def load_approximations(
-    folder: Path | str, transforms: Iterable[Transform], shape: Sequence[int] | None = None
+    folder: Path | str, transforms: Iterable[Transform]
 ) -> dict[str, nn.Module]:
     """Load the networks that `lightning-rob bpda` has saved in a folder.
 
     Args:
         transforms: transforms whose networks are wanted, trained with the same arguments.
-        shape: [C, H, W] of the images they were trained on; None where the folder has only one.
 
     Returns:
         The networks by the names of the transforms' classes.
     """
-    folder = Path(folder)
     nets: dict[str, nn.Module] = {}
     for transform in transforms:
-        pattern, name = place_of(folder, transform, shape).name, type(transform).__name__
-        found = sorted(folder.glob(pattern))
-        if len(found) > 1:
-            names, spec = ", ".join(path.name for path in found), _spec(transform)
-            raise ValueError(f"{folder} has several networks of {spec}: {names}; say shape")
+        spec, pattern = _spec(transform), place_of(folder, transform, None).name
+        found = sorted(Path(folder).glob(pattern))
         if not found:
-            others = sorted(path.name for path in folder.glob(f"{name}_*.pt"))
-            beside = f", only {', '.join(others)} of other arguments or images" if others else ""
             raise FileNotFoundError(
-                f"{folder} has no {pattern}, the network of {_spec(transform)}{beside}: "
+                f"{folder} has no {pattern}, the network of {spec}: "
                 f"train it with lightning-rob bpda --out {folder}"
             )
-        nets[name] = load_approximation(found[0])[0]
+        if len(found) > 1:
+            names = ", ".join(path.name for path in found)
+            raise ValueError(f"{folder} has several networks of {spec}, keep one: {names}")
+        nets[type(transform).__name__] = load_approximation(found[0])[0]
     return nets

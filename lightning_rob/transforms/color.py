@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -14,28 +14,15 @@ from lightning_rob.transforms.base import (
     Transform,
     between,
     clip,
-    differentiates,
     integers,
     over_pixels,
     raised,
     soft_modulo,
-    soft_modulo_slope,
 )
 
 # The authors' numbers; those of kornia depend on its version.
 TO_YUV = ((0.299, 0.587, 0.114), (-0.147, -0.289, 0.436), (0.615, -0.515, -0.100))
 FROM_YUV = ((1.0, 0.0, 1.14), (1.0, -0.396, -0.581), (1.0, 2.029, 0.0))
-TO_XYZ = (
-    (0.412453, 0.357580, 0.180423),
-    (0.212671, 0.715160, 0.072169),
-    (0.019334, 0.119193, 0.950227),
-)
-FROM_XYZ = (
-    (3.2404813432005266, -1.5371515162713185, -0.4985363261688878),
-    (-0.9692549499965682, 1.8759900014898907, 0.0415559265582928),
-    (0.0556466391351772, -0.2040413383665112, 1.0573110696453443),
-)
-WHITE = (0.95047, 1.0, 1.08883)  # D65
 
 TURN = 2 * math.pi
 # A channel is value * (1 - below * saturation); in each of the six sectors of the hue, `below` is
@@ -46,68 +33,24 @@ SLOPES = ((0, 1, 0, 0, -1, 0), (-1, 0, 0, 1, 0, 0), (0, 0, -1, 0, 0, 1))
 
 def rgb_to_hsv(x: Tensor) -> Tensor:
     """Convert RGB [B, 3, H, W] to HSV with a gradient everywhere, as the RT paper's authors do."""
-    # The hue h, in radians, goes through the soft modulo of eq. 15: 2 pi mod~(h / 2 pi).
-    return _ToHSV.apply(x) if differentiates(x) else _to_hsv(x)[0]
-
-
-def _refuse_second_derivative() -> None:
-    """Raise RuntimeError inside a backward pass that is to be differentiated itself."""
-    if torch.is_grad_enabled():
-        raise RuntimeError("HSV and L*a*b* cannot be differentiated twice: leave out create_graph")
-
-
-def _to_hsv(x: Tensor) -> tuple[Tensor, ...]:
-    """Return HSV, the spread of the channels, which is the largest, and the hue in sextants."""
     red, green, blue = x.unbind(1)
-    value = torch.maximum(torch.maximum(red, green), blue)
-    spread = value - torch.minimum(torch.minimum(red, green), blue)
-    # Masks are numbers: sums of products take a fraction of the time of `torch.where`.
-    is_red = (red == value).to(x)
-    is_green = (green == value).to(x) * (1 - is_red)
+    largest = x.detach().amax(1)
+    # Masks are numbers: sums of products take a fraction of the time of `torch.where`. Of equal
+    # channels the first is the largest, and has the slope.
+    is_red = (red == largest).to(x)
+    is_green = (green == largest).to(x) * (1 - is_red)
     is_blue = 1 - is_red - is_green
+    value = red * is_red + green * is_green + blue * is_blue
+    spread = value - x.amin(1)
     difference = (green - blue) * is_red + (blue - red) * is_green + (red - green) * is_blue
     sextant = difference / (spread + (spread == 0)) + (2 * is_green + 4 * is_blue)
+    # The hue h, in radians, goes through the soft modulo of eq. 15: 2 pi mod~(h / 2 pi).
     hue = TURN * soft_modulo(sextant / 6)
-    hsv = torch.stack([hue, spread / value.clamp_min(EPS), value], 1)
-    return hsv, spread, is_red, is_green, sextant
-
-
-class _ToHSV(torch.autograd.Function):
-    """The gradient of `rgb_to_hsv` in one pass: autograd's takes twice as long."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        hsv, *rest = _to_hsv(x)
-        ctx.save_for_backward(x, *rest)
-        return hsv
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        _refuse_second_derivative()
-        x, spread, is_red, is_green, sextant = ctx.saved_tensors
-        of_hue, of_saturation, of_value = gradient.unbind(1)
-        value, is_blue = x.amax(1), 1 - is_red - is_green
-        turned = of_hue * soft_modulo_slope(sextant / 6) * (TURN / 6) / (spread + (spread == 0))
-        share = of_saturation / value.clamp_min(EPS)
-        of_spread = share - turned * (sextant - 2 * is_green - 4 * is_blue)
-        bright = (value >= EPS).to(x)
-        of_value = of_value + of_spread - share * bright * spread / value.clamp_min(EPS)
-        # several smallest channels share the slope of the minimum, as in torch's `amin`
-        smallest = (x == x.amin(1, keepdim=True)).to(x)
-        red, green, blue = (smallest * (of_spread / smallest.sum(1))[:, None]).unbind(1)
-        of_red = is_red * of_value - red + (is_blue - is_green) * turned
-        of_green = is_green * of_value - green + (is_red - is_blue) * turned
-        of_blue = is_blue * of_value - blue + (is_green - is_red) * turned
-        return torch.stack([of_red, of_green, of_blue], 1)
+    return torch.stack([hue, spread / value.clamp_min(EPS), value], 1)
 
 
 def hsv_to_rgb(x: Tensor) -> Tensor:
     """Convert HSV, the hue in radians, to RGB; only close to an inverse of `rgb_to_hsv`."""
-    return _FromHSV.apply(x) if differentiates(x) else _from_hsv(x)[0]
-
-
-def _from_hsv(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return RGB, by how much of the chroma each channel is below the value, and its slope."""
     hue, saturation, value = x.unbind(1)
     turns = hue / TURN
     sector = (6 * turns.detach()).floor()
@@ -119,29 +62,7 @@ def _from_hsv(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         torch.stack([x.new_tensor(row).index_select(0, places).view_as(hue) for row in rows], 1)
         for rows in (SLOPES, OFFSETS)
     )
-    below = below + slope * position
-    return value[:, None] * (1 - below * saturation[:, None]), below, slope
-
-
-class _FromHSV(torch.autograd.Function):
-    """The gradient of `hsv_to_rgb` in one pass: autograd's takes twice as long."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        rgb, below, slope = _from_hsv(x)
-        ctx.save_for_backward(x, below, slope)
-        return rgb
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        _refuse_second_derivative()
-        x, below, slope = ctx.saved_tensors
-        hue, saturation, value = x.unbind(1)
-        of_chroma = -(gradient * below).sum(1)
-        of_value = gradient.sum(1) + saturation * of_chroma
-        of_position = -(gradient * slope).sum(1) * value * saturation
-        of_hue = of_position * soft_modulo_slope(hue / TURN) * (6 / TURN)
-        return torch.stack([of_hue, value * of_chroma, of_value], 1)
+    return value[:, None] * (1 - (below + slope * position) * saturation[:, None])
 
 
 def jitter_hsv(x: Tensor, factor: Tensor, shift: Tensor, shifted: Tensor) -> Tensor:
@@ -152,74 +73,6 @@ def jitter_hsv(x: Tensor, factor: Tensor, shift: Tensor, shifted: Tensor) -> Ten
     # Even a shift by 0 changes a hue, so that others skip the soft modulo.
     hue = shifted * (TURN * soft_modulo((hue + shift) / TURN)) + (1 - shifted) * hue
     return hsv_to_rgb(torch.stack([hue, clip(saturation * factor, 0, 1), value], 1))
-
-
-@dataclass(frozen=True)
-class Curve:
-    """A power of x + shift beyond a threshold, below it a straight line."""
-
-    threshold: float
-    exponent: float
-    slope: float
-    intercept: float = 0.0
-    shift: float = 0.0
-    gain: float = 1.0
-    drop: float = 0.0
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Compute it for each number; it can be differentiated once."""
-        return _OnCurve.apply(x, self) if differentiates(x) else self.parts(x)[0]
-
-    def parts(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the curve, its power and 1 where x is beyond the threshold, else 0."""
-        beyond, line = (x > self.threshold).to(x), x * self.slope + self.intercept
-        # gain ((x + shift) / (1 + shift))^exponent - drop, or the line slope x + intercept.
-        base = (x.clamp_min(self.threshold) + self.shift) / (1 + self.shift)
-        power = self.gain * base**self.exponent
-        return (power - self.drop) * beyond + line * (1 - beyond), power, beyond
-
-
-class _OnCurve(torch.autograd.Function):
-    """The gradient of a `Curve` without another power."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, curve: Curve) -> Tensor:
-        y, power, beyond = curve.parts(x)
-        ctx.curve = curve
-        ctx.save_for_backward(x, power, beyond)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        _refuse_second_derivative()
-        x, power, beyond = ctx.saved_tensors
-        curve: Curve = ctx.curve
-        rise = curve.exponent * power / (x.clamp_min(curve.threshold) + curve.shift)
-        return gradient * (rise * beyond + curve.slope * (1 - beyond)), None
-
-
-# sRGB and CIE L*a*b* with the rounded numbers of kornia and scikit-image
-TO_LINEAR = Curve(0.04045, 2.4, 1 / 12.92, shift=0.055)
-FROM_LINEAR = Curve(0.0031308, 1 / 2.4, 12.92, gain=1.055, drop=0.055)
-TO_ROOT = Curve(0.008856, 1 / 3, 7.787, 4 / 29)
-FROM_ROOT = Curve(0.2068966, 3, 1 / 7.787, -4 / 29 / 7.787)
-
-
-def rgb_to_lab(x: Tensor) -> Tensor:
-    """Convert RGB [B, 3, H, W] to CIE L*a*b*, L from 0 to 100; as kornia, a little faster."""
-    white = over_pixels(x.new_tensor([WHITE]))
-    across, light, deep = TO_ROOT(mix_channels(TO_LINEAR(x), TO_XYZ) / white).unbind(1)
-    return torch.stack([116 * light - 16, 500 * (across - light), 200 * (light - deep)], 1)
-
-
-def lab_to_rgb(x: Tensor) -> Tensor:
-    """Convert CIE L*a*b* [B, 3, H, W] to RGB, not clamped."""
-    light = (x[:, 0] + 16) / 116
-    # Clamped as in kornia and scikit-image.
-    across, deep = light + x[:, 1] / 500, (light - x[:, 2] / 200).clamp_min(0)
-    white = over_pixels(x.new_tensor([WHITE]))
-    xyz = FROM_ROOT(torch.stack([across, light, deep], 1)) * white
-    return FROM_LINEAR(mix_channels(xyz, FROM_XYZ))
 
 
 def mix_channels(x: Tensor, matrix: tuple[tuple[float, ...], ...]) -> Tensor:
@@ -277,8 +130,11 @@ class LAB(ColorShift):
     span = (100.0, 40.0, 40.0)
 
     def apply(self, x: Tensor, shift: Tensor) -> Tensor:
+        from kornia.color import lab_to_rgb, rgb_to_lab
+
         lab = rgb_to_lab(raised(x, EPS)) + over_pixels(shift)
-        return lab_to_rgb(_clamp_except(lab, () if self.released_code else (1, 2), 100))
+        lab = _clamp_except(lab, () if self.released_code else (1, 2), 100)
+        return lab_to_rgb(lab, clip=False)
 
 
 class XYZ(ColorShift):
@@ -290,7 +146,9 @@ class XYZ(ColorShift):
     span = (1.0, 1.0, 1.0)
 
     def apply(self, x: Tensor, shift: Tensor) -> Tensor:
-        return mix_channels(clip(mix_channels(x, TO_XYZ) + over_pixels(shift), 0, 1), FROM_XYZ)
+        from kornia.color import rgb_to_xyz, xyz_to_rgb
+
+        return xyz_to_rgb(clip(rgb_to_xyz(x) + over_pixels(shift), 0, 1))
 
 
 @dataclass(frozen=True)

@@ -71,10 +71,8 @@ class PoissonNoise(AdditiveNoise):
         u = uniform(x, *x.shape[1:], generator=generator)
         clean = x.detach()
         rate = clean.clamp_min(0) / photon
-        if photon >= LARGE_PHOTON:
-            count = summed_poisson_quantile(u, rate, 1 / photon)
-        else:
-            count = poisson_quantile(u, rate)
+        few = photon >= LARGE_PHOTON
+        count = summed_poisson_quantile(u, rate, 1 / photon) if few else poisson_quantile(u, rate)
         return (photon * count - clean,)
 
 

@@ -40,36 +40,13 @@ class ColorJitter(AlphaTransform):
 
     def apply(self, x: Tensor, amount: Tensor, order: Tensor) -> Tensor:
         x = raised(x, EPS)
-        if torch.compiler.is_exporting():  # shapes must not depend on values
-            for kind in order.unbind(1):
-                affine, in_hsv = _adjust_affine(x, amount, kind), _adjust_hsv(x, amount, kind)
-                x = raised(clip(torch.where(over_pixels(kind < 2), affine, in_hsv), 0, 1), EPS)
-            return x
-        rows = torch.arange(len(x), device=x.device)  # the image in each row of x
+        brightness, contrast, saturation, hue = amount.unbind(1)
         for kind in order.unbind(1):
-            # sorted, so that only the images whose turn it is pay for the conversion to HSV
-            in_hsv, resorted = (kind[rows] >= 2).sort(stable=True)
-            x, rows = x.index_select(0, resorted), rows[resorted]
-            first = len(rows) - int(in_hsv.sum())
-            own, change = amount[rows], kind[rows]
-            parts = (
-                _adjust_affine(x[:first], own[:first], change[:first]),
-                _adjust_hsv(x[first:], own[first:], change[first:]),
-            )
-            x = raised(clip(torch.cat(parts), 0, 1), EPS)
-        return x.index_select(0, rows.argsort())
-
-
-def _adjust_affine(x: Tensor, amount: Tensor, kind: Tensor) -> Tensor:
-    """Change the brightness of images [B, 3, H, W] of kind [B] 0, the contrast of kind 1."""
-    factor = torch.where(kind == 1, amount[:, 1], 1)
-    shift = torch.where(kind == 0, amount[:, 0], 0)
-    return x * over_pixels(factor) + over_pixels(shift)
-
-
-def _adjust_hsv(x: Tensor, amount: Tensor, kind: Tensor) -> Tensor:
-    """Change the saturation of images [B, 3, H, W] of kind [B] 2, the hue of kind 3."""
-    return jitter_hsv(x, torch.where(kind == 2, amount[:, 2], 1), amount[:, 3], kind == 3)
+            factor = over_pixels(torch.where(kind == 1, contrast, 1))
+            affine = x * factor + over_pixels(torch.where(kind == 0, brightness, 0))
+            in_hsv = jitter_hsv(x, torch.where(kind == 2, saturation, 1), hue, kind == 3)
+            x = raised(clip(torch.where(over_pixels(kind < 2), affine, in_hsv), 0, 1), EPS)
+        return x
 
 
 class Gamma(AlphaTransform):

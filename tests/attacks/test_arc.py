@@ -1,11 +1,11 @@
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_rob.attacks import ARC, PGD, Attack
+from lightning_rob.attacks import ARC, PGD
 from lightning_rob.attacks.arc import expected_accuracy, member_order
 from lightning_rob.defenses import Ensemble, Single
 from lightning_rob.objectives import ce_of_mean_logits, linear
@@ -189,67 +189,6 @@ def test_dropping_the_fooled_changes_no_accuracy(norm, neighbours, count, probs)
     torch.testing.assert_close(few_steps[left], all_steps[left], rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("norm", ["linf", "l2"])
-def test_dropping_the_fooled_from_a_random_start_loses_nothing(norm):
-    """An image fooled as it is may not be fooled where the search starts, and the other way round.
-
-    The search compares with the clean image, so what the start had fooled it may lose again.
-    """
-    for seed in range(5):
-        members = mlps(2, seed=seed)
-        defense, (x, y) = Ensemble(members), batch(members, 32, seed=seed)
-        keep = ARC(Threat(norm, 0.4), 4, 0.4, random_start=True)
-        drop = replace(keep, early_stop=True)
-        streams = [Streams(torch.arange(32)) for _ in range(2)]
-        after_all = scores(members, defense.weights, keep(defense, x, y, streams[0]), y)
-        after_few = scores(members, defense.weights, drop(defense, x, y, streams[1]), y)
-        assert (after_few <= after_all + 1e-6).all()
-
-
-@dataclass(frozen=True)
-class Given(Attack):
-    """Images that are known beforehand."""
-
-    threat: Threat
-    images: torch.Tensor
-
-    def perturb(self, defense, x, y, generator):
-        return self.images
-
-
-@pytest.mark.parametrize("norm", ["linf", "l2"])
-@pytest.mark.parametrize(("count", "probs"), ENSEMBLES)
-def test_never_weaker_than_its_start(norm, count, probs):
-    members = mlps(count, seed=5)
-    defense = Ensemble(members, probs)
-    x, y = batch(members, 32)
-    threat = Threat(norm, 0.1 if norm == "linf" else 0.25)
-    pgd = PGD(threat, 10, threat.eps / 4, random_start=False)
-    probs = defense.weights
-    before = scores(members, probs, pgd(defense, x, y), y)
-    after = scores(members, probs, ARC(threat, 5, threat.eps, start=pgd)(defense, x, y), y)
-    assert (after <= before).all()
-    assert (after <= scores(members, probs, x, y)).all()
-    assert after.mean() < before.mean()
-
-
-def test_a_start_worse_than_the_image_is_not_taken():
-    members, probs = mlps(2), [0.5, 0.5]
-    x, y = batch(members, 32)
-    threat = Threat("linf", 0.3)
-    helped = PGD(threat, 20, 0.05, objective=helping, random_start=False)(
-        Ensemble(members, probs), x, y
-    )
-    clean, start = scores(members, probs, x, y), scores(members, probs, helped, y)
-    assert (start > clean).any()
-    attack = ARC(threat, 1, 1e-9, start=Given(threat, helped))
-    assert (scores(members, probs, attack(Ensemble(members, probs), x, y), y) <= clean).all()
-
-
-def helping(logits, weights, y):
-    return -ce_of_mean_logits(logits, weights, y)
-
-
 @pytest.mark.parametrize(
     ("probs", "order"),
     [
@@ -280,3 +219,19 @@ def test_small_probabilities_count_in_half_precision(place):
         one = expected_accuracy([right, wrong], weights, x, y)
     assert both.float().tolist() == pytest.approx([1.0, 1.0], abs=1e-6)
     assert one.float().tolist() == pytest.approx([0.999, 0.999], abs=1e-6)
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+@pytest.mark.parametrize(("count", "probs"), ENSEMBLES)
+def test_never_weaker_than_its_start(norm, count, probs):
+    members = mlps(count, seed=5)
+    defense = Ensemble(members, probs)
+    x, y = batch(members, 32)
+    threat = Threat(norm, 0.1 if norm == "linf" else 0.25)
+    pgd = PGD(threat, 10, threat.eps / 4, random_start=False)
+    probs = defense.weights
+    before = scores(members, probs, pgd(defense, x, y), y)
+    after = scores(members, probs, ARC(threat, 5, threat.eps, start=pgd)(defense, x, y), y)
+    assert (after <= before).all()
+    assert (after <= scores(members, probs, x, y)).all()
+    assert after.mean() < before.mean()

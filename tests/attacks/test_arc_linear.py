@@ -164,41 +164,8 @@ def test_one_member_is_fooled_exactly_when_it_is_in_reach(p):
         assert bool(y * (w[0] @ x_adv[0] + b[0]) < 0) == fooled
 
 
-@pytest.mark.parametrize("p", ORDERS)
-def test_points_do_not_meet(p):
-    parts = [problem(seed, 3, 4) for seed in range(6)]
-    w, _, alpha, _, _ = parts[0]
-    x = torch.cat([part[3] for part in parts])
-    y = torch.cat([part[4] for part in parts])
-    b = torch.zeros(3).double()
-    threat = Threat(p, 0.5)
-    together = arc_linear(w, b, alpha, x, y, threat)
-    for i in range(6):
-        alone = arc_linear(w, b, alpha, x[i : i + 1], y[i : i + 1], threat)
-        torch.testing.assert_close(together[i : i + 1], alone, rtol=0, atol=1e-12)
-
-
-def test_images_their_shapes_and_no_radius():
-    arguments = w, b, alpha, x, y = problem(4, 3, 12)
-    copies = [t.clone() for t in arguments]
-    flat = arc_linear(*arguments, Threat("l2", 0.5))
-    assert all(torch.equal(a, c) for a, c in zip(arguments, copies, strict=True))
-    w, image = w.view(3, 3, 2, 2), x.view(1, 3, 2, 2)
-    found = arc_linear(w, b, alpha.tolist(), image, y, Threat("l2", 0.5))
-    assert found.shape == (1, 3, 2, 2)
-    torch.testing.assert_close(found.flatten(1), flat, rtol=0, atol=1e-6)
-    assert torch.equal(arc_linear(*arguments, Threat("l2", 0)), x)
-
-
 @pytest.mark.parametrize("labels", [[0, 1], [1, 2], [1.5, -1.0]])
 def test_labels_are_signs(labels):
     w, b, alpha, x, _ = problem(7, 2, 3)
     with pytest.raises(ValueError, match=r"labels must be -1 or \+1, got"):
         arc_linear(w, b, alpha, x.repeat(2, 1), torch.tensor(labels), Threat("l2", 0.1))
-
-
-@pytest.mark.parametrize("probs", [[0.9, 0.3], [1.5, -0.5], [1.0]])
-def test_probabilities_are_checked(probs):
-    w, b, _, x, y = problem(8, 2, 3)
-    with pytest.raises(ValueError, match="probs"):
-        arc_linear(w, b, probs, x, y, Threat("l2", 0.1))

@@ -7,7 +7,6 @@ import pkgutil
 import re
 from dataclasses import FrozenInstanceError, fields, replace
 from functools import cache
-from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -27,7 +26,6 @@ from lightning_rob.attacks import (
     PAA,
     PDGD,
     PGD,
-    SGM,
     TAA,
     Accelerated,
     Adam,
@@ -44,9 +42,7 @@ from lightning_rob.attacks import (
     HighConfidence,
     InsideBounds,
     LatticeClimber,
-    LinBP,
     MinimalNorm,
-    Nesterov,
     NoAttack,
     OnDifferentiable,
     OnMember,
@@ -62,18 +58,12 @@ from lightning_rob.attacks import (
     ThroughAdaptation,
     TransferFromStatic,
     WithBackward,
-    aggmo,
     attacking,
 )
 from lightning_rob.attacks.nested import map_attacks
-from lightning_rob.defenses import DENT, Ensemble, Mixture, RandomTransforms, Single
+from lightning_rob.defenses import DENT, Ensemble, RandomTransforms, Single
 from lightning_rob.objectives import (
-    ce_of_mean_logits,
-    ce_of_mean_probs,
-    confident,
-    expected_ce,
     linear,
-    worst_ce,
 )
 from lightning_rob.randomness import Streams
 from lightning_rob.runtime.errors import NoGradientError
@@ -124,7 +114,7 @@ ENTRIES = {
     "apgd-l2": (APGD(L2, 5, targets=2, restarts=2, draws=2), "random"),
     "apgd-l1": (APGD(L1, 10), "ensemble"),
     "fab": (FAB(LINF, 5, 2), "ensemble"),
-    "fab-l2": (FAB(L2, 5, 0, 2), "ensemble"),
+    "fab-l2": (FAB(L2, 5, 2), "ensemble"),
     "fab-l1": (FAB(L1, 5, 2), "ensemble"),
     "pdgd": (PDGD(LINF, 40), "ensemble"),
     "ddn": (DDN(L2, 40), "ensemble"),
@@ -136,7 +126,6 @@ ENTRIES = {
     "square-l2": (Square(L2, 150), "ensemble"),
     "square-l1": (Square(L1, 150), "ensemble"),
     "autoattack": (AutoAttack(LINF, "custom", ("apgd-ce", "square"), queries=10), "ensemble"),
-    "reference": (AutoAttack(LINF, "custom", ("apgd-ce",), reference=True), "ensemble"),
     "foreign": (Foreign(LINF, sign_step), "ensemble"),
     "taa": (TAA(FIXED), "transformed"),
     "taa-target": (TAA(DeepFool(L2), "rotate_180"), "transformed"),
@@ -150,8 +139,8 @@ ENTRIES = {
     "on-member": (OnMember(STEPS, 1), "ensemble"),
     "random-member": (RandomMember(STEPS), "ensemble"),
     "strongest": (Strongest((STEPS, ARC(LINF, 2, LINF.eps))), "ensemble"),
-    "targeted": (Targeted(STEPS, (1, 2)), "ensemble"),
-    "targeted-random": (Targeted(PGD(LINF, 3, "16/255", draws=2, restarts=2), (1, 3)), "random"),
+    "targeted": (Targeted(STEPS), "ensemble"),
+    "targeted-random": (Targeted(PGD(LINF, 3, "16/255", draws=2, restarts=2), 2), "random"),
     "high-confidence": (HighConfidence(STEPS, 1, 1), "ensemble"),
     "budgeted": (Budgeted(STEPS, 24), "ensemble"),
     "chunked": (Chunked(STEPS, images=2), "ensemble"),
@@ -181,11 +170,10 @@ OTHERS = {
 def entries(*names, where=lambda attack: True):
     """Parametrise a test by the named entries, or by all of them."""
     listed = ENTRIES | OTHERS
-    missing = pytest.mark.skipif(not find_spec("pyautoattack"), reason="pyautoattack is missing")
     return pytest.mark.parametrize(
         ("attack", "kind"),
         [
-            pytest.param(*listed[name], id=name, marks=[missing] if name == "reference" else [])
+            pytest.param(*listed[name], id=name)
             for name in names or ENTRIES
             if where(listed[name][0])
         ],
@@ -196,7 +184,7 @@ def entries(*names, where=lambda attack: True):
 FAMILIES = ("pgd", "apgd", "arc", "climb", "cw", "deepfool", "fab", "pdgd", "square")
 IN_L1 = ("apgd-l1", "fab-l1", "square-l1", "pgd-l1", "climb-l1")
 IN_L2 = ("apgd-l2", "fab-l2", "square-l2", "deepfool-l2", "arc-l2", "pgd-l2")
-OWN_CHECKS = (*FAMILIES, "minimal-norm", "autoattack", "reference", "targeted", "high-confidence")
+OWN_CHECKS = (*FAMILIES, "minimal-norm", "autoattack", "targeted", "high-confidence")
 
 
 def defense_for(kind):
@@ -286,7 +274,7 @@ def test_result_depends_on_the_image_alone(attack, defense):
         torch.testing.assert_close(alone, whole[part], rtol=0, atol=1e-9)
 
 
-@entries("apgd", "cw", "deepfool", "fab", "pdgd", "ddn", "square", "minimal-norm", "reference")
+@entries("apgd", "cw", "deepfool", "fab", "pdgd", "ddn", "square", "minimal-norm")
 def test_misclassified_images_stay(attack, defense):
     """Of attacks that stop at the first success."""
     defense, (x, y) = Single(defense.members[0]), images(12, seed=3)
@@ -301,7 +289,6 @@ ONCE, HALF, HALF_L2 = PGD(LINF, 1, "8/255"), Threat("linf", "12/255"), Threat("l
 MORE = {
     "restarts": (APGD(SMALL, 1), APGD(SMALL, 1, restarts=9)),
     "targets": (APGD(SMALL, 1, targets=1), APGD(SMALL, 1, targets=3)),
-    "restarts of FAB": (FAB(HALF, 10, 1), FAB(HALF, 10, 1, 3)),
     "targets of FAB": (FAB(HALF, 10, 1), FAB(HALF, 10, 3)),
     "targets of FAB in l2": (FAB(HALF_L2, 10, 1), FAB(HALF_L2, 10, 3)),
     "queries": (Square(LINF, 30), Square(LINF, 300)),
@@ -368,17 +355,6 @@ def test_stays_inside_other_bounds(attack, defense):
     assert_inside(threat, replace(attack, threat=threat)(defense, shifted, y, seeded()), shifted)
 
 
-@entries(*FAMILIES)
-def test_memory_layout_and_type_of_labels_do_not_matter(attack, defense):
-    x, y = images(4, seed=12)
-    defense, x = defense.double(), x.double()
-    strange = torch.stack([x, x], -1)[..., 0]
-    assert not strange.is_contiguous()
-    expected = attack(defense, x, y, seeded())
-    found = attack(defense, strange, y.int(), seeded())
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
-
-
 # type of the images, of the network, of its logits, torch's default; the images' strides, output
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 MIXTURES = {
@@ -407,8 +383,6 @@ MIXED = [
 @pytest.mark.parametrize(("name", "mixture"), MIXED)
 def test_any_mixture_of_types_strides_and_outputs(name, mixture):
     attack, kind = (ENTRIES | OTHERS)[name]
-    if name == "reference":
-        pytest.importorskip("pyautoattack")
     defense = defense_for(kind)
     dtype, network, logits, default, strides, output = MIXTURES[mixture]
     x, y = images(4, seed=31)
@@ -429,7 +403,7 @@ def test_any_mixture_of_types_strides_and_outputs(name, mixture):
 @pytest.mark.parametrize(
     "attack",
     [ENTRIES[name][0] for name in (*FAMILIES, "arc-l2", "climb-l2", "pdgd-l2", "minimal-norm")]
-    + [PGD(L2, 3, 0.25), APGD(L2, 5), APGD(L2, 5, targets=2), FAB(L2, 5, 2), FAB(L2, 5, 0, 2)]
+    + [PGD(L2, 3, 0.25), APGD(L2, 5), APGD(L2, 5, targets=2), FAB(L2, 5, 2)]
     + [DeepFool(L2), Square(L2, 50), Auto(LINF, 60), PGD(L2, 3, 0.25, random_start=False)],
     ids=lambda attack: type(attack).__name__,
 )
@@ -455,15 +429,6 @@ def test_member_of_no_weight_is_not_attacked(attack, defense):
     torch.testing.assert_close(attack(idle, x, y, seeded()), expected, rtol=0, atol=1e-9)
 
 
-@entries("pgd", "arc")
-def test_mixture_is_attacked_as_the_ensemble_it_is(attack, defense):
-    x, y = images(5, seed=21)
-    defense, x = defense.double(), x.double()
-    mixture = Mixture([Single(member) for member in defense.members], [0.6, 0.4])
-    expected = attack(defense, x, y, seeded())
-    torch.testing.assert_close(attack(mixture, x, y, seeded()), expected, rtol=0, atol=1e-9)
-
-
 def test_no_images(pair):
     x, y = images(2)
     assert STEPS(pair, x[:0], y[:0], seeded()).shape == (0, 1, 6, 6)
@@ -472,7 +437,7 @@ def test_no_images(pair):
 # randomness
 
 
-@entries("pgd", "apgd", "arc-l2", "autoattack", "reference")
+@entries("pgd", "apgd", "arc-l2", "autoattack")
 def test_randomness_is_the_generator(attack, defense):
     x, y = images(6, seed=9)
     assert not torch.equal(attack(defense, x, y, seeded(3)), attack(defense, x, y, seeded(4)))
@@ -537,41 +502,6 @@ def test_weights_cast_before_the_attack_keep_their_gradient(pair):
         total = sum(cross_entropy(net(z), y) for z in (x, x_adv))
     total.backward()
     torch.testing.assert_close(both, net.linear.weight.grad, rtol=0.02, atol=1e-3)
-
-
-def test_pending_training_step_is_not_disturbed(pair):
-    """TRADES: a loss built before the attack is backpropagated after it."""
-    net, (x, y) = pair.eval().members[0], images(8, seed=17)
-    cross_entropy(net(x), y).backward()
-    expected = [p.grad.clone() for p in net.parameters()]
-    net.zero_grad()
-    loss = cross_entropy(net(x), y)
-    STEPS(pair, x, y, seeded())
-    loss.backward()
-    for parameter, gradient in zip(net.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient)
-
-
-def test_is_the_same_in_training_and_evaluation(pair):
-    x, y = images(6, seed=14)
-    training = STEPS(half_frozen(pair), x, y, seeded())
-    with torch.no_grad():
-        assert torch.equal(STEPS(pair.eval(), x, y, seeded()), training)
-
-
-@entries("pgd", "arc")
-def test_images_that_require_gradients_are_no_surprise(attack, defense):
-    """The warning comes once in a process unless asked for always."""
-    x, y = images(3, seed=16)
-    leaf, always = x.clone().requires_grad_(), torch.is_warn_always_enabled()
-    torch.set_warn_always(True)
-    try:
-        x_adv = attack(defense, leaf * 1, y, seeded())
-    finally:
-        torch.set_warn_always(always)
-    assert torch.equal(x_adv, attack(defense, x, y, seeded()))
-    assert not x_adv.requires_grad
-    assert leaf.grad is None
 
 
 def test_attacking_can_be_nested(pair):
@@ -670,11 +600,8 @@ def test_one_logit_is_refused(attack, defense):
 
 BAD_IMAGES = {
     "above": (lambda x: x + 0.6, r"images must lie in \[0.0, 1.0\], got values in \["),
-    "bytes in floats": (lambda x: x * 255, r"images must lie in \[0.0, 1.0\]"),
     "normalised": (lambda x: (x - 0.5) / 0.25, r"images must lie in \[0.0, 1.0\]"),
     "nan": (lambda x: x / 0 * 0, r"images must lie in \[0.0, 1.0\]"),
-    "infinite": (lambda x: x / 0, r"images must lie in \[0.0, 1.0\]"),
-    "one pixel": (lambda x: x.flatten().scatter(0, torch.tensor([9]), 1.01).view_as(x), "lie in"),
     "bytes": (lambda x: (x * 255).to(torch.uint8), "images must be floating point .* torch.uint8"),
     "no batch": (lambda x: x[0, 0, 0], r"images must be a batch \[B, …\], got shape \[6\]"),
 }
@@ -701,78 +628,32 @@ def test_a_network_is_no_defense():
         STEPS(trained_net(1), *images(2))
 
 
-POSITIVE = ("step_size", "initial_const", "first_norm")
-COUNTS = ("steps", "restarts", "draws", "neighbours", "candidates", "binary_steps")
-COUNTS += ("queries", "batch_size", "radii", "rounds", "passes")
-
-
-@pytest.mark.parametrize("name", [name for name in ENTRIES if name != "foreign"])
-def test_counts_lengths_and_norms_are_checked_as_an_attack_is_built(name):
-    attack, _ = ENTRIES[name]
-    for name in (field.name for field in fields(attack)):
-        for value in (0, -1):
-            message = "be positive, got" if name in POSITIVE else f"be at least 1, got {value}"
-            if name in POSITIVE + COUNTS:
-                with pytest.raises(ValueError, match=f"{name} must {message}"):
-                    replace(attack, **{name: value})
+@entries(where=lambda attack: not isinstance(attack, Foreign))
+def test_counts_lengths_and_norms_are_checked_as_an_attack_is_built(attack, kind):
+    for name in {field.name for field in fields(attack)} & {"steps", "restarts", "draws"}:
+        with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+            replace(attack, **{name: 0})
+    for name in attack.lengths:
+        with pytest.raises(ValueError, match=f"{name} must be positive, got -1"):
+            replace(attack, **{name: -1})
     own = APGD | ARC | AutoAttack | CW | DDN | DeepFool | FAB | LatticeClimber | PDGD | Square
     if isinstance(attack, own):
-        norms = f"{type(attack).__name__} is for (linf and )?l2( and l1)?"
-        with pytest.raises(ValueError, match=f"{norms}, not for norm 3"):
+        with pytest.raises(ValueError, match=f"{type(attack).__name__} is for .*l2.*, not 3"):
             replace(attack, threat=Threat(3))
-
-
-def test_attacks_that_cannot_do_l1_name_those_that_can():
-    """The classes that this list has in l1, and AutoAttack."""
-    able = {type(attack) for attack, _ in (ENTRIES | OTHERS).values() if attack.threat == L1}
-    able = {cls.__name__ for cls in able | {AutoAttack}} - {"MinimalNorm"}
-    for build in (ARC, CW, DDN, DeepFool, PDGD):
-        given = {"steps": 3} if build in (ARC, CW) else {}
-        given |= {"step_size": 0.1} if build is CW else {}
-        with pytest.raises(ValueError, match=r"not for norm l1: for l1 take ") as error:
-            build(L1, **given)
-        named = re.findall(r"\w+", str(error.value).partition(" take ")[2])
-        assert set(named) - {"or"} == able
 
 
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: PGD(LINF, 1, 0.1, momentum=(2.0,)), r"momentum must be .*\[0, 1\]"),
-        (lambda: PGD(LINF, 1, 0.1, momentum=(0.5, -0.1)), "momentum must be numbers"),
-        (lambda: PGD(LINF, 1, 0.1, momentum=()), "momentum must be numbers"),
+        (lambda: CW(LINF), "CW is for l2, not linf"),
         (lambda: PGD(LINF, 1, 0.1, restarts=2, random_start=False), "2 restarts without random_"),
-        (lambda: CW(LINF), "CW is for l2, not for norm linf"),
-        (lambda: CW(L2, confidence=-1), "confidence must be at least 0, got -1"),
-        (lambda: DDN(LINF), "DDN is for l2, not for norm linf"),
-        (lambda: DDN(L2, 5, 1.0), r"gamma must be in \(0, 1\), got 1.0"),
-        (lambda: DeepFool(L2, overshoot=-0.1), "overshoot must be at least 0, got -0.1"),
-        (lambda: APGD(LINF, targets=-1), "targets must not be negative, got -1"),
-        (lambda: FAB(LINF, targets=-1), "targets must not be negative, got -1"),
-        (lambda: Square(LINF, p=1.5), r"p must be a share of the image in \(0, 1\], got 1.5"),
-        (lambda: OnMember(STEPS, -1), "member must be at least 0, got -1"),
-        (lambda: PartialBatchAttack(STEPS, 1.5), r"share in \[0, 1\], got 1.5"),
-        (lambda: InsideBounds(0), "hair must be positive and fit into"),
-        (lambda: InsideBounds(0.5), "hair must be positive and fit into"),
-        (lambda: SGM(0.0), "gamma must be in .* got 0.0"),
-        (lambda: LinBP(1.0), "share of the branches .* got 1.0"),
-        (lambda: LatticeClimber(Threat("l2", 0.1, relative=True)), "a radius in pixel units"),
-        (lambda: LatticeClimber(LINF, classes=0), "classes must be at least 1, got 0"),
-        (lambda: LatticeClimber(L2, start=STEPS), "start must be of threat l2 0.7"),
-        (lambda: ARC(L2, 1, 0.1, start=STEPS), "start must be of threat"),
-        (lambda: ARC(LINF, 1, 0.1, start=STEPS, random_start=True), "start must be of threat"),
-        (lambda: AggMo(variant="sum"), "variant must be of .*'paper'.* got 'sum'"),
-        (lambda: aggmo(0), "at least one coefficient, got 0"),
-        (lambda: Nesterov(1.1), "momentum must be in .* got 1.1"),
-        (lambda: Adam((0.9, 1.0)), "betas must be two numbers .* got"),
-        (lambda: Adam((0.9,)), "betas must be two numbers .* got"),
         (lambda: PGD(LINF, 1, 0.1, momentum=(0.9,), ascent=Adam()), "or Adam.*, not both"),
-        (lambda: AutoAttack(Threat(bounds=(-1, 1)), reference=True), r"\[0, 1\], not in \(-1, 1\)"),
-        (lambda: AutoAttack(Threat(relative=True), reference=True), "radius in pixel units, got"),
-        (lambda: AutoAttack(LINF, "best"), "version must be 'standard', .* got 'best'"),
-        (lambda: AutoAttack(LINF, attacks=("fab",)), r"for version 'custom', .* got \('fab',\)"),
-        (lambda: AutoAttack(LINF, "custom"), "it needs some, got None for 'custom'"),
-        (lambda: AutoAttack(LINF, "custom", ("pgd", "fab")), r"must be of .*, got \['pgd'\]"),
+        (lambda: AggMo(variant="sum"), "variant must be of .*'paper'.* got 'sum'"),
+        (lambda: LatticeClimber(Threat("l2", 0.1, relative=True)), "a radius in pixel units"),
+        (lambda: AutoAttack(LINF, "best"), "version must be of .* got 'best'"),
+        (lambda: AutoAttack(LINF, attacks=("fab-t",)), r"for version 'custom', .*'fab-t'"),
+        (lambda: AutoAttack(LINF, "custom", ("pgd", "fab-t")), r"must be of .*, got \['pgd'\]"),
+        (lambda: Targeted(Chunked(STEPS, 3)), "put Chunked around Targeted"),
     ],
 )
 def test_wrong_arguments(build, message):
@@ -786,14 +667,3 @@ def test_defenses_and_norms_that_an_attack_cannot_take(pair):
         ARC(LINF, 3, LINF.eps)(Noisy(pair.members[0]), x, y)
     with pytest.raises(ValueError, match="projection is for linf, l2 and l1, not for norm 3"):
         PGD(Threat(3, 0.1), 2, 0.1)(pair, x, y, seeded())
-
-
-def test_objective_of_an_attack_is_used(pair):
-    x, y = images(6, seed=27)
-    results = [
-        PGD(L2, 3, 0.1, objective=o, random_start=False)(pair, x, y)
-        for o in (expected_ce, ce_of_mean_probs, ce_of_mean_logits, linear, worst_ce, confident)
-    ]
-    for i, one in enumerate(results):
-        for other in results[:i]:
-            assert not torch.equal(one, other)

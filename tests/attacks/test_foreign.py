@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from lightning_rob import Ensemble, Foreign, Single, Threat, evaluate
+from lightning_rob import Ensemble, Foreign, Single, Threat
 from lightning_rob.attacks.foreign import scores
 from lightning_rob.rules import mean_logits
 from tests.attacks.common import images, trained_net
@@ -59,13 +59,6 @@ def test_the_threat_is_checked():
         Foreign(LINF, lambda model, x, y: x[:1])(Single(NET), X, Y)
     with pytest.raises(ValueError, match="give a Foreign for each radius"):
         far.rescaled(0.1)
-
-
-def test_an_evaluation_records_it():
-    found = evaluate(NET, {"fgsm": Foreign(LINF, sign_step)}, [(X, Y)], progress=False)
-    spec = found.measurement("fgsm").details["attack"]
-    assert spec["class_path"] == "lightning_rob.Foreign"
-    assert spec["init_args"]["run"].endswith("test_foreign.sign_step")
 
 
 def foolbox(model, x, y):

@@ -94,15 +94,6 @@ def test_part_by_part_is_the_same_as_all_at_once(objective):
     torch.testing.assert_close(part_by_part.gradient, whole, rtol=1e-4, atol=1e-6)
 
 
-def test_a_part_of_no_weight_is_not_attacked():
-    x, y = batch()
-    space = Mixture([Single(net(1)), Single(net(2))], [0.0, 1.0])
-    with attacking(space) as space:
-        value = ObjectiveGradient(worst_ce)(space, x, y, None).value
-        expected = cross_entropy(net(2)(x), y, reduction="none")
-    torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
-
-
 class Scripted(Defense):
     """Becomes the next of given networks, and records what it saw."""
 
@@ -206,13 +197,6 @@ def test_equals_are_settled_by_the_larger_loss(right, margins, chosen, memory):
     assert torch.equal(x_adv, x if chosen is None else torch.full_like(x, chosen))
 
 
-def test_accuracy_goes_before_the_loss():
-    x, y = batch(9)
-    defense = Scripted(Fixed(9), [Fixed(5, 0.1), Fixed(6, 0.01), Fixed(9, 0.01)])
-    x_adv = GMSA(Spy(attacked_nets=[]), rounds=3, from_clean=False)(defense, x, y)
-    assert torch.equal(x_adv, torch.full_like(x, 0.01))
-
-
 def test_without_the_clean_rehearsal_the_first_images_are_taken():
     x_adv, _, defense, _ = play([9, 9, 9], from_clean=False)
     assert torch.equal(x_adv, torch.full_like(x_adv, 0.01))
@@ -222,27 +206,3 @@ def test_without_the_clean_rehearsal_the_first_images_are_taken():
 def test_every_rehearsal_has_its_own_randomness():
     _, _, defense, _ = play([8, 8, 8])
     assert len(set(defense.drew)) == 4
-
-
-@pytest.mark.parametrize(("objective", "steps"), [(expected_ce, [2, 2, 2]), (worst_ce, [2, 4, 6])])
-def test_the_minimum_takes_steps_for_each_model(objective, steps, monkeypatch):
-    taken = []
-    original = PGD.perturb
-
-    def counting(self, *args):
-        taken.append(self.steps)
-        return original(self, *args)
-
-    monkeypatch.setattr(PGD, "perturb", counting)
-    x, y = batch()
-    inner = PGD(LINF, 2, 0.05, objective=objective)
-    nets = [net(seed) for seed in range(3)]
-    attack = GMSA(inner, rounds=3, from_clean=False)
-    attack(Scripted(net(9), nets), x, y, torch.Generator().manual_seed(0))
-    assert taken == steps
-
-
-def test_gmsa_on_a_defense_that_does_not_adapt_is_the_inner_attack():
-    x, y = batch()
-    defense = Single(net(0))
-    assert torch.equal(GMSA(PLAIN, rounds=1, from_clean=False)(defense, x, y), PLAIN(defense, x, y))

@@ -7,16 +7,13 @@ from torch.nn import functional as F
 
 from lightning_rob import plots
 from lightning_rob.attacks import APGD, PGD, Square, attacking, draw_gradients, trace
-from lightning_rob.attacks.active_set import ActiveBatch, positions
 from lightning_rob.attacks.gradient import ObjectiveGradient
 from lightning_rob.defenses import Ensemble, Mixture, Single
-from lightning_rob.metrics import gradient_spread
 from lightning_rob.objectives import (
     ce_of_mean_probs,
     confident,
     expected_ce,
     expected_probability_margin,
-    linear,
     worst_ce,
 )
 from lightning_rob.randomness import Streams, normal
@@ -48,40 +45,6 @@ def test_gradients_are_those_of_single_draws():
     torch.testing.assert_close(ours, torch.stack(expected))
 
 
-def test_gradients_of_another_objective():
-    x, y = noise_images(6)
-    x.requires_grad_()
-    logits = mlp(0)(x)
-    wrong = logits.scatter(1, y[:, None], -torch.inf).amax(1)
-    (expected,) = torch.autograd.grad((wrong - logits.gather(1, y[:, None])[:, 0]).sum(), x)
-    ours = draw_gradients(Single(mlp(0)), x.detach(), y, 2, objective=linear)
-    torch.testing.assert_close(ours, torch.stack([expected, expected]))
-
-
-def test_draws_of_a_fixed_ensemble_are_equal():
-    x, y = noise_images(6)
-    variance, cosine, *_ = gradient_spread(draw_gradients(Ensemble([mlp(0), mlp(0)]), x, y, 5))
-    assert variance.eq(0).all()
-    torch.testing.assert_close(cosine, torch.ones_like(cosine))
-
-
-def test_does_not_depend_on_the_batch():
-    x, y = noise_images(6)
-    defense = Noisy(mlp(0))
-    whole = draw_gradients(defense, x, y, 3, Streams.from_index(torch.arange(6), 0))
-    parts = [
-        draw_gradients(defense, x[i], y[i], 3, Streams.from_index(i, 0))
-        for i in torch.arange(6).split([1, 5])
-    ]
-    torch.testing.assert_close(torch.cat(parts, 1), whole)
-
-
-def test_labels_out_of_range():
-    x, y = noise_images(6)
-    with pytest.raises(ValueError, match="labels must be 0 … 2"):
-        draw_gradients(Single(mlp(0)), x, y + 3, 2)
-
-
 @pytest.mark.parametrize(
     ("rule", "fooled"), [(random_member, False), (mean_probs, True), (majority, True)]
 )
@@ -107,17 +70,6 @@ def test_a_mixture_of_confident_parts_has_one_value_with_and_without_a_gradient(
     torch.testing.assert_close(*values, rtol=1e-6, atol=0)
 
 
-def test_active_images_keep_their_rows_and_their_noise():
-    x, y = noise_images(6)
-    whole = ActiveBatch(positions(x), x, y, Streams.from_index(torch.arange(6), 0))
-    assert whole.rows_of(x) is x
-    part = whole.select(y == y[0]).select(torch.tensor([0]))
-    assert (len(part), part.index.tolist()) == (1, [0])
-    assert torch.equal(part.rows_of(x), x[:1])
-    expected = Streams.from_index(torch.arange(6), 0).uniform((4,))
-    assert torch.equal(part.generator.uniform((4,)), expected[:1])
-
-
 class Scaled(nn.Module):
     """The same predictions; from some factor on, the probabilities have no gradient."""
 
@@ -137,17 +89,6 @@ def test_warns_of_the_images_that_cannot_move_though_others_can():
     pgd, hot = PGD(threat, 1, 0.1, confident, random_start=False), Single(Scaled(cool, factor))
     with pytest.warns(ZeroGradientWarning, match="exactly zero for 20 of 40 images"):
         pgd(hot, x, y)
-
-
-def test_no_warning_of_a_gradient_that_the_attack_does_not_follow(recwarn):
-    cool, (x, _) = trained_net(1).eval(), images(40, seed=6)
-    y, threat, hot = cool(x).argmax(1), Threat("linf", 0.1), Scaled(cool, 1e6)
-    x_adv = APGD(threat, 5, confident, targets=3)(Single(hot), x, y)
-    assert (cool(x_adv).argmax(1) != y).any()
-    PGD(threat, 1, 0.1, confident)(Mixture([Single(hot), Single(cool)]), x, y)
-    assert not [each for each in recwarn if each.category is ZeroGradientWarning]
-    with pytest.warns(ZeroGradientWarning):
-        APGD(threat, 5, confident)(Single(hot), x, y)
 
 
 @pytest.mark.parametrize("kind", [PGD, APGD])

@@ -11,15 +11,13 @@ from torch.nn import functional as F
 from lightning_rob.attacks import (
     ARC,
     CW,
-    GMSA,
     PGD,
     AutoAttack,
     DeepFool,
     InsideBounds,
     WithBackward,
 )
-from lightning_rob.defenses import DENT, Ensemble, RandomTransforms, Single, TransformEnsemble
-from lightning_rob.nets import SmallCNN
+from lightning_rob.defenses import Single
 from lightning_rob.objectives import linear
 from lightning_rob.threat import Threat
 from tests.attacks.common import Affine, assert_inside
@@ -126,22 +124,3 @@ def test_a_hair_is_at_least_a_step_of_rounding(dtype):
     with InsideBounds(1e-9)(Single(net)):
         (gradient,) = torch.autograd.grad(net(x).sum(), x)
     assert gradient.tolist() == [[1, 1]]
-
-
-def test_members_behind_transforms_have_gradients_inside():
-    net, x, y = Through(TinyNet().double().eval(), clamped), torch.zeros(2, 3, 8, 8).double(), None
-    flips = {"HorizontalFlip": {}}
-    for defense in (RandomTransforms(net, flips, 1, 2), TransformEnsemble([net], ["flip_both"]),
-                    Ensemble([net, net])):  # fmt: skip
-        y = defense(x).argmax(1)
-        attack = PGD(Threat("linf", 0.1), 1, 0.1, random_start=False)
-        assert torch.equal(attack(defense, x, y), x)
-        assert (replace(attack, backward=InsideBounds())(defense, x, y) > 0).double().mean() > 0.2
-
-
-def test_an_adapted_model_has_gradients_inside():
-    defense, x = DENT(SmallCNN(4, 3, 4), steps=1), torch.zeros(2, 3, 8, 8)
-    y, attack = torch.tensor([0, 1]), PGD(Threat("linf", 0.1), 1, 0.1, backward=InsideBounds())
-    assert GMSA(attack, 1)(defense, x, y, torch.Generator().manual_seed(0)).shape == x.shape
-    with pytest.raises(TypeError, match="DENT copies its network"):
-        WithBackward(DeepFool(Threat()), InsideBounds())(defense, x, y)

@@ -165,20 +165,6 @@ def test_stronger_than_arc_and_pgd(three, threat):
         assert climbed <= accuracy(three, attack(three, x, y), y)
 
 
-def test_never_weaker_than_its_start(three):
-    x, y = images(40, seed=4)
-    threat = THREATS["l2"]
-    start = ARC(threat, 20)
-    weak = LatticeClimber(threat, 1, classes=1)
-    weights = three.weights
-    alone, warm, first = (
-        expected_accuracy(three.eval().members, weights, attack(three, x, y), y)
-        for attack in (weak, LatticeClimber(threat, 1, classes=1, start=start), start)
-    )
-    assert (warm <= first).all()
-    assert (warm < alone).any()
-
-
 @every_norm
 def test_a_class_that_is_ruled_out(threat):
     """Its logit is -inf: no boundary leads there, and no image is NaN."""

@@ -36,11 +36,6 @@ def test_on_member_attacks_that_member_alone(ensemble, batch, member):
     assert torch.equal(OnMember(INNER, member)(ensemble, x, y, Streams.from_index(index, 0)), alone)
 
 
-def test_a_member_that_is_not_there(ensemble, batch):
-    with pytest.raises(ValueError, match="member must be 0 … 2, got 3"):
-        OnMember(INNER, 3)(ensemble, *batch[:2])
-
-
 def test_equation_62_by_hand(ensemble, batch):
     """sum_j alpha_j sum_i alpha_i [f_i(x + delta_j) = y], each delta_j found on f_j alone."""
     x, y, index = batch
@@ -67,12 +62,6 @@ def test_draws_members_with_their_probabilities(ensemble):
     assert ((share - torch.tensor(PROBS)).abs() < spread).all()
 
 
-def test_a_member_of_no_weight_is_no_strategy(batch):
-    torch.manual_seed(0)
-    ensemble = Ensemble([TinyNet(), TinyNet()], [1.0, 0.0])
-    assert RandomMember(INNER).strategies(ensemble) == [(1.0, OnMember(INNER, 0))]
-
-
 # the strongest of several
 
 WIDE = Threat("linf", 24 / 255)
@@ -96,10 +85,3 @@ def test_is_the_minimum_of_its_parts_image_by_image(game):
     each = torch.stack([right(attack, game) for attack in PARTS[:2]])
     assert (each[0] != each[1]).any()
     torch.testing.assert_close(right(Strongest(PARTS[:2]), game), each.amin(0))
-
-
-def test_needs_one_threat():
-    other = PGD(Threat("l2", 1.0), 1, 0.1)
-    for attacks in ([], [PARTS[0], other]):
-        with pytest.raises(ValueError, match="attacks must share one threat"):
-            Strongest(attacks)

@@ -19,12 +19,8 @@ PGD_STEP = PGD(Threat("linf", 0.1), 1, 0.1, random_start=False)
 SET = {
     "as torch has it": lambda: None,
     "high": lambda: torch.set_float32_matmul_precision("high"),
-    "medium": lambda: torch.set_float32_matmul_precision("medium"),
     "older, on": lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True),
-    "older, off": lambda: setattr(torch.backends.cudnn, "allow_tf32", False),
     "newer, all": lambda: setattr(torch.backends, "fp32_precision", "tf32"),
-    "newer, all off": lambda: setattr(torch.backends, "fp32_precision", "ieee"),
-    "newer, cudnn": lambda: setattr(torch.backends.cudnn, "fp32_precision", "tf32"),
     "newer, one": lambda: setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee"),
     "newer, the CPU's": lambda: setattr(torch.backends.mkldnn.conv, "fp32_precision", "bf16"),
 }
@@ -96,8 +92,6 @@ def test_full_precision_or_tf32_where_it_is_asked_for(fresh, name):
     assert set(net.seen) == {FULL}
     assert flags() == before
     net.seen.clear()
-    Accelerated(PGD_STEP, tf32=True)(Single(net), *batch())
-    assert flags() == before
     with in_float32(tf32=True):  # an evaluation that asks: its attacks too
         assert flags()[-3:] == [True, True, "high"]
         PGD_STEP(Single(net), *batch())
@@ -109,7 +103,8 @@ def test_attacks_within_attacks_keep_what_the_outer_one_asks_for(fresh):
     net = Recording(SmallCNN(4, 3))
     rehearsing = GMSA(PGD_STEP, rounds=2)
     x, y = torch.rand(6, 3, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 4
-    Accelerated(rehearsing, tf32=True)(DENT(net, steps=1), x, y)
+    with in_float32(tf32=True):
+        rehearsing(DENT(net, steps=1), x, y)
     assert set(net.seen) == {REDUCED}
     net.seen.clear()
     rehearsing(DENT(net, steps=1), x, y)
@@ -118,16 +113,6 @@ def test_attacks_within_attacks_keep_what_the_outer_one_asks_for(fresh):
     assert set(net.seen) == {FULL}
     with in_float32(tf32=True), in_float32(tf32=False):
         assert float32_precision() == FULL
-
-
-def test_the_flags_come_back_after_an_error(fresh):
-    torch.set_float32_matmul_precision("high")
-    before = flags()
-    for attack in (PGD_STEP, Accelerated(PGD_STEP, tf32=True)):
-        with pytest.raises(ValueError, match="labels"):
-            attack(Single(Recording()), batch()[0], batch()[1] + 9)
-        assert flags() == before
-    assert float32_precision() == f"{REDUCED}, mkldnn.matmul tf32"
 
 
 FIRST = """
@@ -145,16 +130,3 @@ assert float32_precision() == before, (before, float32_precision())
 def test_the_first_context_of_a_process():
     """Only then is cuDNN's TF32 a default of torch, which gives way to what is set for all."""
     subprocess.run([sys.executable, "-c", FIRST], check=True)
-
-
-def test_the_network_of_a_user_who_turns_cudnn_off(fresh):
-    """`torch.backends.cudnn.flags` reads the older interface."""
-
-    class Careful(nn.Linear):
-        def forward(self, x):
-            with torch.backends.cudnn.flags(enabled=False, allow_tf32=False):
-                return super().forward(x.flatten(1))
-
-    before = flags()
-    PGD_STEP(Single(Careful(48, 4)), *batch())
-    assert flags() == before

@@ -24,13 +24,13 @@ from lightning_rob.attacks import (
     ThroughAdaptation,
     TransferFromStatic,
 )
-from lightning_rob.defenses import Defense, Ensemble, Mixture, Single
+from lightning_rob.defenses import Defense, Ensemble, Single
 from lightning_rob.defenses.per_image import PerImageValues
 from lightning_rob.defenses.rejection import AcceptedClasses
 from lightning_rob.evaluation import evaluate
 from lightning_rob.objectives import expected_margin
 from lightning_rob.randomness import Streams
-from lightning_rob.rules import abstaining, majority, mean_logits, mean_probs
+from lightning_rob.rules import abstaining, mean_probs
 from lightning_rob.threat import Threat
 from tests.counting import Counting
 
@@ -149,48 +149,6 @@ def test_shares_of_an_evaluation_are_those_by_hand(tmp_path):
     assert float(cells["clean_rejected"]) == float(net(x)[0].argmax() == CLASSES)
 
 
-def test_other_defenses_have_no_such_columns(tmp_path):
-    net = nn.Sequential(nn.Flatten(), nn.Linear(2, CLASSES))
-    found = evaluate(net, {"pgd": PLAIN}, [images()], progress=False)
-    assert (found.rejected("pgd"), found.rows.rejected) == (0.0, None)
-    assert found.accepted_wrong("pgd") == pytest.approx(1 - found.accuracy("pgd"))
-    assert "rejected" not in found.table() and "rejected" not in found.measurement("pgd").record()
-    found.save(tmp_path / "r.csv")
-    assert "rejected" not in (tmp_path / "r.csv").read_text()
-
-
-@pytest.mark.parametrize("name", ["pgd", "apgd", "arc", "fab", "square"])
-def test_the_place_of_the_class_that_rejects_changes_nothing(name):
-    x, y = images()
-    noise = Streams.from_index(torch.arange(len(x)), 3)
-    last = ATTACKS[name](Single(detector(), rejects=CLASSES), x, y, noise)
-    noise = Streams.from_index(torch.arange(len(x)), 3)
-    second = ATTACKS[name](Single(detector(place=1), rejects=1), x, y + (y >= 1).long(), noise)
-    torch.testing.assert_close(last, second)
-
-
-def test_an_image_is_attacked_alone_as_among_others():
-    defense, (x, y) = Single(detector(), rejects=CLASSES), images(12)
-    together = PLAIN(defense, x, y, Streams.from_index(torch.arange(12), 1))
-    for i in range(12):
-        alone = PLAIN(defense, x[[i]], y[[i]], Streams.from_index(torch.tensor([i]), 1))
-        torch.testing.assert_close(alone, together[[i]])
-
-
-@pytest.mark.parametrize("rule", [mean_probs, mean_logits, majority])
-def test_members_that_reject(rule):
-    """What the attack takes for success is one by the rule on the logits of all classes."""
-    nets = [detector(seed) for seed in (0, 1, 2)]
-    defense, (x, y) = Ensemble(nets, rule=rule, rejects=CLASSES), images()
-    attack = PGD(LINF, 20, 0.03, restarts=2, keep_best=True, early_stop=True)
-    x_adv = attack(defense, x, y)
-    predicted = rule(torch.stack([net(x_adv) for net in nets]), torch.full((3,), 1 / 3)).argmax(1)
-    found = evaluate(defense, {"a": attack}, [(x, y)], progress=False)
-    share = float(((predicted != y) & (predicted != CLASSES)).double().mean())
-    assert 0.1 < share < 0.9
-    assert found.accepted_wrong("a") == pytest.approx(share, abs=0.1)
-
-
 @abstaining
 def confident(logits: Tensor, weights: Tensor) -> Tensor:
     """Reject where no class has a mean probability of 0.8."""
@@ -284,30 +242,6 @@ def test_what_is_refused():
         PLAIN(defense, x, y)
     with pytest.raises(ValueError, match="labels must be classes that are accepted, got 4"):
         evaluate(defense, {"a": PLAIN}, [(x, y)], progress=False)
-    for rejects in (-1, True):
-        with pytest.raises(ValueError, match=f"rejects must be a class 0 … K, got {rejects}"):
-            Single(detector(), rejects=rejects)
-    with pytest.raises(ValueError, match=r"rejects must be a class 0 … 4 of the network, got 5"):
-        PLAIN(Single(detector(), rejects=5), *images(4))
-    with pytest.raises(ValueError, match="must reject by one class"):
-        Mixture([defense, Single(detector())])
-
-    def undeclared(logits: Tensor, weights: Tensor) -> Tensor:
-        return 0 * mean_probs(logits, weights)
-
-    with pytest.raises(ValueError, match="the rule undeclared returns a row of zeros"):
-        evaluate(Single(detector(), undeclared), {"a": PLAIN}, [images(4)], progress=False)
-
-
-def test_square_inside_an_attack_on_whole_batches():
-    """There the labels are those of a batch, of which images leave as they are fooled."""
-    x, y = images(20)
-    defense, noise = Single(detector(), rejects=CLASSES), Streams.from_index(torch.arange(20), 0)
-    apart = Square(LINF, 50)(defense, x, y, noise)
-    seen = AcceptedClasses(defense, PerImageValues(y))
-    again = Streams.from_index(torch.arange(20), 0)
-    assert torch.equal(Square(LINF, 50).perturb(seen, x, y, again), apart)
-    assert 0 < (defense(apart).argmax(1) == y).float().mean() < 1
 
 
 def test_fooled_images_leave_apgd():
@@ -323,3 +257,24 @@ def test_fooled_images_leave_apgd():
     assert torch.equal(*found)
     assert 0.3 < found[0].float().mean() < 1
     assert passes[0] < 0.8 * passes[1]
+
+
+@pytest.mark.parametrize("name", ["pgd", "apgd", "arc", "fab", "square"])
+def test_the_place_of_the_class_that_rejects_changes_nothing(name):
+    x, y = images()
+    noise = Streams.from_index(torch.arange(len(x)), 3)
+    last = ATTACKS[name](Single(detector(), rejects=CLASSES), x, y, noise)
+    noise = Streams.from_index(torch.arange(len(x)), 3)
+    second = ATTACKS[name](Single(detector(place=1), rejects=1), x, y + (y >= 1).long(), noise)
+    torch.testing.assert_close(last, second)
+
+
+def test_square_inside_an_attack_on_whole_batches():
+    """There the labels are those of a batch, of which images leave as they are fooled."""
+    x, y = images(20)
+    defense, noise = Single(detector(), rejects=CLASSES), Streams.from_index(torch.arange(20), 0)
+    apart = Square(LINF, 50)(defense, x, y, noise)
+    seen = AcceptedClasses(defense, PerImageValues(y))
+    again = Streams.from_index(torch.arange(20), 0)
+    assert torch.equal(Square(LINF, 50).perturb(seen, x, y, again), apart)
+    assert 0 < (defense(apart).argmax(1) == y).float().mean() < 1

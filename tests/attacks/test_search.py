@@ -11,9 +11,8 @@ import torch
 from torch import nn
 from torch.nn.functional import one_hot
 
-import lightning_rob
 from lightning_rob import load_callbacks, objectives
-from lightning_rob.attacks import APGD, Auto, SurrogateGradient
+from lightning_rob.attacks import APGD, Auto, SurrogateGradient, search
 from lightning_rob.attacks.base import is_batch_separable
 from lightning_rob.attacks.folding import FoldingError
 from lightning_rob.attacks.nested import walk
@@ -133,7 +132,7 @@ def inverted(x):
 
 
 @pytest.mark.parametrize("before", [inverted, levels])
-def test_a_network_learns_what_has_no_slope(before):
+def test_a_network_learns_what_has_no_slope(before, monkeypatch):
     """The identity's slope is no help: it has the wrong sign, or not the shape."""
     x, y = images(IMAGES, seed=4)
     net = Through(Mean(trained_net(1)), before=before)
@@ -142,7 +141,8 @@ def test_a_network_learns_what_has_no_slope(before):
     assert any("a learned stand-in before net.net" in trial.words for trial in found.trail)
     assert torch.equal(found.attack(Single(net), x, y, seeded()), found.x_adv)
     assert not is_batch_separable(found.attack, Single(net))
-    without = left_by(Auto(THREAT, PASSES, stand_in=0), net, x, y)
+    monkeypatch.setattr(search, "LEARNING", 0)
+    without = left_by(Auto(THREAT, PASSES), net, x, y)
     assert without > left_plain() + 0.1
 
 
@@ -184,22 +184,6 @@ def test_a_search_without_slopes_goes_on_where_they_mislead():
     assert (THREAT.distance(found.x_adv, x) <= 1 + 1e-5).all()
 
 
-def test_tiny_noise_hides_nothing():
-    """Noise that hardly moves the logits keeps no part of the search away."""
-    x, y = images(IMAGES, seed=4)
-    calm = Through(trained_net(1), before=waved)
-    noisy = Through(trained_net(1), before=lambda x: waved(x + 1e-6 * torch.randn_like(x)))
-    left = [left_by(Auto(THREAT, PASSES), net, x, y) for net in (calm, noisy)]
-    assert left[1] <= left[0] + 3.1 / IMAGES
-
-
-def test_a_front_in_inference_mode_is_passed_by():
-    """Nothing that a forward pass shows has no slope, and yet there is no gradient."""
-    x, y = images(IMAGES, seed=4)
-    net = Through(trained_net(1), before=torch.inference_mode()(lambda x: 1 * x))
-    assert left_by(Auto(THREAT, PASSES), net, x, y) <= left_plain() + 1.1 / IMAGES
-
-
 @pytest.mark.parametrize("call", [1, 20, 200])
 def test_a_network_that_was_folded_wrongly_is_attacked_again(call):
     """Whether it shows as the search looks, in its first attack, or in a candidate."""
@@ -219,32 +203,6 @@ def test_a_network_that_was_folded_wrongly_is_attacked_again(call):
     torch.testing.assert_close(x_adv, plain, rtol=0, atol=1e-4)
     (result,) = noting.results
     assert not any("FoldingError" in trial.error for trial in result.trail)
-
-
-def test_operations_without_a_derivative():
-    """They end no search, and Square needs none."""
-    x, y = images(IMAGES, seed=4)
-    step = torch.tensor(0.5)
-    net = Through(trained_net(1), before=lambda x: x + 0.01 * torch.heaviside(x - 0.5, step))
-    found = Auto(THREAT, PASSES).find(Single(net), x, y, seeded())
-    assert "no gradient leads to the images" in found.findings
-    assert right(Single(net), found.x_adv, y).mean() < 0.8
-
-
-def test_what_logits_have_in_common_does_not_count_as_their_size():
-    """Noise that decides is found, however far logits are from zero."""
-    x, y = images(IMAGES, seed=4)
-    net = Through(Noise(trained_net(1)), after=lambda z: z - 1000)
-    found = Auto(THREAT, PASSES).find(Single(net), x, y, seeded())
-    assert "noise of its own" in found.findings
-
-
-def test_inputs_that_are_no_images():
-    """Without Square, which has windows, where slopes mislead."""
-    x, y = images(IMAGES, seed=4)
-    net = Through(trained_net(1), before=lambda z: waved(z).view(-1, *x.shape[1:]))
-    left = left_by(Auto(THREAT, PASSES), net, x.flatten(1), y)
-    assert left < 0.8
 
 
 def test_a_run_that_is_repeated_has_one_result():
@@ -280,8 +238,6 @@ def test_the_recipe_runs_alone_with_the_same_result(name, noise, tmp_path):
     file.write_text(result.recipe)
     (plugin,) = load_callbacks(str(file))
     assert plugin.attacks == {"auto": result.attack}
-    names = vars(objectives) | {n: getattr(lightning_rob, n) for n in lightning_rob.__all__}
-    assert eval(result.python, names) == result.attack
     assert result.trail[0].images == IMAGES
     assert all(trial.words for trial in result.trail)
 
@@ -300,15 +256,6 @@ def test_passes_are_counted(name):
     assert sum(trial.passes for trial in result.trail) <= 700
     mislead = any(finding.startswith("slopes that say little") for finding in result.findings)
     assert mislead == (result.trail[-1].words == "from there: Square")
-
-
-def test_a_search_that_finds_nothing_costs_little():
-    """On a network that hides nothing, most passes remain for runs towards classes."""
-    x, y = images(IMAGES, seed=4)
-    result = Auto(THREAT, 1000).find(Single(trained_net(1)), x, y, seeded())
-    searched = [t.passes for t in result.trail if t.words[0] in "12"]
-    assert sum(searched) <= 400
-    assert "APGD towards 9 classes" in result.trail[-1].words
 
 
 SLOPES = ("rounding", "detached", "saturating", "custom")
@@ -359,14 +306,34 @@ def test_slopes():
 
 
 def test_settings_without_a_meaning():
-    for options, message in (
-        ({"slopes": ("round",)}, "slopes must be of .*, got .'round'."),
-        ({"noise": 0.1}, "give noise and copies, got 0.1 and 0"),
-        ({"copies": -1}, "copies must be at least 0, got -1"),
-        ({"stand_in": 8}, "stand_in=8 needs the part before which it stands, enter"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            SurrogateGradient(APGD(THREAT), **options)
+    with pytest.raises(ValueError, match=r"slopes must be of .*, got .'round'."):
+        SurrogateGradient(APGD(THREAT), slopes=("round",))
     x, y = images(4)
     with pytest.raises(ValueError, match=r"stages \(99,\) of \d+ values: search again"):
         SurrogateGradient(APGD(THREAT), stages=(99,))(Single(trained_net(1)), x, y, seeded())
+
+
+def test_tiny_noise_hides_nothing():
+    """Noise that hardly moves the logits keeps no part of the search away."""
+    x, y = images(IMAGES, seed=4)
+    calm = Through(trained_net(1), before=waved)
+    noisy = Through(trained_net(1), before=lambda x: waved(x + 1e-6 * torch.randn_like(x)))
+    left = [left_by(Auto(THREAT, PASSES), net, x, y) for net in (calm, noisy)]
+    assert left[1] <= left[0] + 3.1 / IMAGES
+
+
+def test_a_front_in_inference_mode_is_passed_by():
+    """Nothing that a forward pass shows has no slope, and yet there is no gradient."""
+    x, y = images(IMAGES, seed=4)
+    net = Through(trained_net(1), before=torch.inference_mode()(lambda x: 1 * x))
+    assert left_by(Auto(THREAT, PASSES), net, x, y) <= left_plain() + 1.1 / IMAGES
+
+
+def test_operations_without_a_derivative():
+    """They end no search, and Square needs none."""
+    x, y = images(IMAGES, seed=4)
+    step = torch.tensor(0.5)
+    net = Through(trained_net(1), before=lambda x: x + 0.01 * torch.heaviside(x - 0.5, step))
+    found = Auto(THREAT, PASSES).find(Single(net), x, y, seeded())
+    assert "no gradient leads to the images" in found.findings
+    assert right(Single(net), found.x_adv, y).mean() < 0.8

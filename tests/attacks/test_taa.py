@@ -5,14 +5,14 @@ import copy
 import pytest
 import torch
 
-from lightning_rob.attacks import CW, PGD, TAA, DeepFool, OnDifferentiable, OnMember, RandomMember
+from lightning_rob.attacks import CW, PGD, TAA, DeepFool, OnDifferentiable
 from lightning_rob.defenses import Ensemble
 from lightning_rob.objectives import ce_of_mean_probs
 from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
 from lightning_rob.transforms.pool import chosen
-from tests.attacks.common import assert_inside, seeded, trained_transforms
 from tests.attacks.common import images as small_images
+from tests.attacks.common import seeded, trained_transforms
 
 LINF, L2 = Threat("linf", 0.1), Threat("l2", 0.8)
 FGSM = PGD(LINF, 1, LINF.eps, random_start=False)
@@ -69,24 +69,6 @@ def members_right(ensemble, x, y):
     return right
 
 
-def extreme(count):
-    x, y = images(count, seed=5)
-    x[:, :, 0], x[:, :, -1], x[:, :, :, 0] = 0.0, 1.0, 1.0
-    return x, y
-
-
-@pytest.mark.parametrize("name", REVERSIBLE)
-def test_pixels_that_a_shift_has_lost_keep_their_value(name, all_reversible):
-    ensemble, transform = all_reversible, chosen(name)[name]
-    x, y = extreme(6)
-    kept = transform.undo(torch.ones_like(x)) > 0
-    x_adv = TAA(FGSM, ensemble.place(name))(ensemble, x, y)
-    assert torch.equal(x_adv[~kept], x[~kept])
-    assert (x_adv != x)[kept].float().mean() > 0.5
-    assert name.startswith("shift") == bool((~kept).any())
-    assert_inside(LINF, x_adv, x)
-
-
 @every_pair
 def test_is_the_attack_through_the_transformation(name, inner, exact):
     """The target's network on images of its own space; nothing is spent on what a shift fills."""
@@ -104,16 +86,6 @@ def test_transformations_that_cannot_be_undone_are_attacked_through(inner, mixed
     expected = inner(mixed.one(2), x, y, seeded())
     assert torch.equal(TAA(inner, "filter_gaussian")(mixed, x, y, seeded()), expected)
     assert not torch.equal(expected, x)
-
-
-def test_randomness_in_front_of_the_target_is_drawn_at_every_step():
-    ensemble = trained(["noise_gaussian"], steps=20).eval()
-    x, y = images(6, seed=7)
-    inner = PGD(LINF, 5, 0.03, random_start=False, draws=3)
-    streams = [Streams.from_index(torch.arange(6), key) for key in (1, 1, 2)]
-    first, again, other = (TAA(inner, 0)(ensemble, x, y, noise) for noise in streams)
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
 
 
 def test_the_target_falls(all_reversible):
@@ -142,28 +114,15 @@ def test_without_a_target_the_best_of_all_for_each_image(inner, mixed):
     torch.testing.assert_close(x_adv, expected, rtol=0, atol=1e-6)
 
 
-def test_images_that_fool_all_are_not_attacked_again(mixed):
-    seen = []
-    mixed.members[1].conv.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
-    try:
-        x, y = images(30, seed=9)
-        TAA(PGD(Threat("linf", 1.0), 20, 0.2))(mixed, x, y, seeded())
-    finally:
-        mixed.members[1].conv._forward_pre_hooks.clear()
-    assert seen[0] == 30
-    assert 0 < seen[-1] < 30
-
-
 def test_a_target_that_cannot_be_attacked(mixed):
     x, y = images(2)
-    neither = "seg_gradient can neither be undone nor has a gradient: attack another member, of rot"
-    with pytest.raises(TypeError, match=neither):
+    with pytest.raises(RuntimeError, match="seg_gradient has no gradient: attack the members"):
         TAA(FGSM, "seg_gradient")(mixed, x, y)
     with pytest.raises(TypeError, match="none of seg_gradient can be undone or has a gradient"):
         TAA(FGSM)(mixed.one(4), x, y)
     with pytest.raises(ValueError, match="no member is behind 'flip_vertical'"):
         TAA(FGSM, "flip_vertical")(mixed, x, y)
-    with pytest.raises(ValueError, match="got 5"):
+    with pytest.raises(ValueError, match="no member is behind 5"):
         TAA(FGSM, 5)(mixed, x, y)
     for attack in (TAA(FGSM), OnDifferentiable(FGSM)):
         with pytest.raises(TypeError, match="attack on a TransformEnsemble, got Ensemble"):
@@ -179,10 +138,3 @@ def test_members_with_a_gradient_are_attacked_all_at_once(mixed):
     assert fewer < more - 0.3
     with pytest.raises(TypeError, match="no member has a gradient, of seg_gradient"):
         OnDifferentiable(adaptive)(mixed.one(4), x, y)
-
-
-def test_strategies_are_those_on_the_members_with_a_gradient(mixed):
-    played = OnDifferentiable(RandomMember(FGSM)).strategies(mixed)
-    assert [(p, a) for p, a in played] == [
-        (pytest.approx(0.25), OnDifferentiable(OnMember(FGSM, i))) for i in range(4)
-    ]

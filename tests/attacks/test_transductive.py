@@ -7,18 +7,15 @@ from torch.nn.functional import cross_entropy
 from lightning_rob.attacks import (
     PGD,
     CommonCorruption,
-    OnMember,
     PartialBatchAttack,
-    RandomMember,
     ThroughAdaptation,
     TransferFromStatic,
 )
-from lightning_rob.defenses import DENT, Ensemble, Single
+from lightning_rob.defenses import DENT, Single
 from lightning_rob.evaluation.protocol import evaluate_once
 from lightning_rob.nets import SmallCNN
 from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
-from lightning_rob.transforms import GaussianNoise
 from lightning_rob.transforms.corruptions import Brightness
 from tests.tiny import TinyNet
 
@@ -65,29 +62,6 @@ def test_natural_corruption_of_the_rest(defense):
         == PartialBatchAttack(INNER, natural=INNER).threat
         == THREAT
     )
-
-
-def test_empty_batches(defense):
-    x, y, _ = batch(0)
-    assert PartialBatchAttack(INNER)(defense, x, y).shape == x.shape
-
-
-def test_strategies_are_those_of_the_attack():
-    defense = Ensemble([TinyNet(), TinyNet()], [0.7, 0.3])
-    found = PartialBatchAttack(RandomMember(INNER), 0.25).strategies(defense)
-    assert found == [
-        (pytest.approx(p), PartialBatchAttack(OnMember(INNER, i), 0.25))
-        for i, p in enumerate((0.7, 0.3))
-    ]
-
-
-def test_any_transform_is_a_corruption(defense):
-    """By each image's own randomness."""
-    x, y, index = batch()
-    noisy = CommonCorruption(GaussianNoise(alpha=0.2))
-    whole = noisy(defense, x, y, Streams.from_index(index, 0))
-    assert 0.1 < float((whole - x).std()) < 0.2
-    assert torch.equal(whole, noisy(Single(TinyNet()), x, y, Streams.from_index(index, 0)))
 
 
 # adaptation

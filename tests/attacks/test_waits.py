@@ -1,7 +1,6 @@
 """How often a step of an attack makes the host wait for a GPU: exactly as often as listed."""
 
 from collections import Counter
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from lightning_rob.defenses import Ensemble, Mixture, RandomTransforms, Single
 from lightning_rob.objectives import worst_ce
 from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
-from lightning_rob.transforms import GaussianNoise, HorizontalFlip, Transform
+from lightning_rob.transforms import GaussianNoise, HorizontalFlip
 from tests.fakedev import DEVICE, Waits, emulated
 
 LINF, L2 = Threat("linf", 0.1), Threat("l2", 1.0)
@@ -89,79 +88,3 @@ def test_steps_wait_for_the_device_as_often_as_listed(name):
     assert few.total() > 0  # the first step checks its input
     assert many - few == {operation: STEPS * count for operation, count in allowed.items()}
     assert not few - many
-
-
-class Switch(nn.Module):
-    """A network from whose call `first` to its call `last` waiting is an error."""
-
-    def __init__(self, inner, first, last):
-        super().__init__()
-        self.inner, self.modes, self.calls = inner, {first: "error", last: "default"}, 0
-
-    def forward(self, x):
-        self.calls += 1
-        if self.calls in self.modes:
-            torch.cuda.set_sync_debug_mode(self.modes[self.calls])
-        return self.inner(x)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("name", [n for n, (m, _, w) in CASES.items() if not w and m != mixture])
-def test_steps_on_a_gpu_do_not_wait(name):
-    make, attack, _ = CASES[name]
-    defense, x = make().cuda(), images().cuda()
-    y, switch = defense(x).argmax(1), Switch(defense.classifiers[0], 4, 9)
-    networks = [switch, *defense.classifiers[1:]]
-    changed = Single(switch) if len(networks) == 1 else Ensemble(networks, probs=[0.9, 0.1])
-    try:
-        attack(10)(changed, x, y, Streams.from_index(torch.arange(6).cuda(), 0))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert switch.calls >= 9
-
-
-@pytest.mark.parametrize(
-    ("work", "count"),
-    [
-        (lambda x: x + 1, 0),
-        (lambda x: x[torch.tensor([0, 2]).to(DEVICE, non_blocking=True)], 0),
-        (lambda x: bool((x > 2).any()), 1),
-        (lambda x: x.tolist(), 1),
-        (lambda x: x.cpu(), 1),
-        (lambda x: x[x > 0.5], 1),
-        (lambda x: x.masked_select(x > 0.5), 1),
-        (lambda x: x.index_put_(((x > 0.5).nonzero()[:, 0],), x.new_ones(())), 1),
-        (lambda x: torch.equal(x, x), 1),
-        (lambda x: x.new_tensor([1.0, 2.0]), 1),
-        (lambda x: torch.tensor([1.0], device=x.device), 1),
-    ],
-)
-def test_what_is_counted(work, count):
-    with emulated():
-        x = torch.rand(4).to(DEVICE)
-        with Waits() as found:
-            work(x)
-    assert len(found.found) == count
-
-
-@dataclass(frozen=True)
-class Failing(Transform):
-    """Divide by an image's first pixel, which makes an image NaN where it is black."""
-
-    def apply(self, x):
-        return (x / x[:, :1, :1, :1]).sqrt() / 9
-
-
-def test_an_image_that_a_transform_cannot_take_keeps_its_gradient_on_a_gpu():
-    x = images()
-    x[1], found = 0.0, []
-    for there in (False, True):
-        with emulated():
-            leaf = (x.to(DEVICE) if there else x).requires_grad_()
-            y = Failing()(leaf)
-            found.append((y.cpu(), torch.autograd.grad(y.square().sum(), leaf)[0].cpu()))
-        x = x.detach()
-    for cpu, gpu in zip(*found, strict=True):
-        assert torch.equal(cpu, gpu)
-    assert torch.equal(found[0][0][1], x[1])
-    assert found[0][1].isfinite().all()

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_rob import PGD, CorruptionEval, RobustEval, Threat, evaluate
 from lightning_rob.attacks import CommonCorruption
 from lightning_rob.defenses import Single
-from lightning_rob.evaluation import common_corruptions, corruption_errors, corruption_table
+from lightning_rob.evaluation import common_corruptions, corruption_table
 from lightning_rob.metrics import corruption_error
 from lightning_rob.modules import AdversarialTraining
 from tests.tiny import quiet_trainer
@@ -59,16 +59,6 @@ def test_logs_each_accuracy_and_both_means(package, capsys):
     assert f"mCE {logged['test/corruption/mce']:.1%}" in capsys.readouterr().out
 
 
-def test_a_script_has_the_same_figures(package):
-    names, severities = ["grainy"], [2, 5]
-    logged = logged_by(CorruptionEval(names, severities))
-    attacks = common_corruptions(names, severities)
-    result = evaluate(Mean(), attacks, [(X, Y)], progress=False)
-    errors = corruption_errors(result, names, severities)
-    assert logged["test/corruption/error"] == pytest.approx(corruption_error(errors))
-    assert "test/corruption/mce" not in logged
-
-
 def test_one_table_of_corruption_severity_and_attack(package, capsys):
     """The attack starts at the corrupted image, and its ball is around that."""
     names, severities, step = ["darker"], [2, 5], PGD(Threat("linf", 0.1), 1, 0.1)
@@ -104,11 +94,3 @@ def test_one_table_of_corruption_severity_and_attack(package, capsys):
 def test_refuses(options, message):
     with pytest.raises(ValueError, match=message):
         CorruptionEval(**options)
-
-
-def test_two_callbacks_and_an_attack_of_the_same_name_are_refused(package):
-    callback = CorruptionEval(["darker"], [1])
-    with pytest.raises(ValueError, match="two CorruptionEval are on one loader: give one all"):
-        logged_by(callback, CorruptionEval(["grainy"], [1]))
-    with pytest.raises(ValueError, match="rename the attack 'darker_1': a corruption"):
-        logged_by(RobustEval({"darker_1": PGD(Threat(), 1, 0.1)}), callback)

@@ -6,7 +6,7 @@ import torch
 from scipy.special import ndtri
 from scipy.stats import chisquare, norm
 
-from lightning_rob.certify.bounds import Looks, lower_bound, probability_for, radius_of
+from lightning_rob.certify.smoothing import Looks, lower_bound, probability_for, radius_of
 from lightning_rob.defenses.smoothing import GRID, gaussian_copies, sampling_error
 from lightning_rob.metrics import clopper_pearson
 from lightning_rob.randomness import Streams
@@ -113,9 +113,3 @@ def test_the_error_of_the_sampling_is_bounded():
         a_pixel = borders * 2.0**-48 + 2 * 2e-14 * max(sigma, GRID) / GRID
         assert a_pixel <= sampling_error(torch.zeros(1, 1, 1, 1), sigma)
     assert sampling_error(torch.zeros(5, 3, 32, 32), 0.25) == 3072 * 2.0**-31
-
-
-def test_gradients_are_those_of_the_sum():
-    x = torch.rand(2, 1, 3, 3).requires_grad_()
-    gaussian_copies(x, 0.25, noise(2)).square().sum().backward()
-    assert torch.equal(x.grad, 2 * gaussian_copies(x.detach(), 0.25, noise(2)))

@@ -114,18 +114,6 @@ def test_ensembles_have_the_probability_of_their_rule():
         assert (gap > 0).all() and (gap < 0.06).all(), rule
 
 
-def test_a_vote_within_each_copy():
-    nets = [Linear([1.0, 0.0, 0.0, 0.0], b) for b in (0.2, 0.5, 0.8)]
-    voting = Smoothing(Ensemble(nets, None, majority), 0.1)
-    x = images(20)
-    logits = voting.logits(x, torch.Generator().manual_seed(0))
-    middle = Smoothing(nets[1], 0.1).logits(x, torch.Generator().manual_seed(0))
-    assert torch.equal(logits.argmax(-1), middle.argmax(-1))  # the second member decides
-    x.requires_grad_()
-    voting.logits(x, torch.Generator().manual_seed(0))[..., 1].sum().backward()
-    assert x.grad.abs().sum() > 0
-
-
 def test_a_class_of_rejection_is_never_certified_as_right():
     net = Linear([1.0, -0.5, 0.3, -0.8], classes=3)
     x = images(12)
@@ -181,10 +169,6 @@ def undecided(logits, weights):
     ("model", "options", "kind", "message"),
     [
         (NET, {}, ValueError, "the model is not smoothed: give the standard deviation"),
-        (NET, {"sigma": 0.0}, ValueError, "sigma must be a positive deviation"),
-        (NET, {"sigma": 0.1, "failure": 1.0}, ValueError, r"failure must be a probability in \(0"),
-        (NET, {"sigma": 0.1, "draws": 0}, ValueError, "draws must be at least 1, got 0"),
-        (NET, {"sigma": 0.1, "radii": []}, ValueError, "radii must be l2 lengths"),
         (NET, {"sigma": 0.1, "radii": [-1.0]}, ValueError, r"at least 0, got \[-1.0\]"),
         (Smoothing(NET, 0.2), {"sigma": 0.1}, ValueError, "is smoothed by 0.2 already, got sigma"),
         (Single(NET, undecided), {"sigma": 0.1}, ValueError, "rejects images by rows of zeros"),
@@ -194,17 +178,6 @@ def undecided(logits, weights):
 def test_refusals(model, options, kind, message):
     with pytest.raises(kind, match=message):
         certify(model, loader(NET), progress=False, **options)
-
-
-def test_nothing_to_certify():
-    with pytest.raises(TypeError, match="is smoothed already"):
-        Smoothing(Smoothing(NET))
-    with pytest.raises(ValueError, match="the batches are empty"):
-        certify(NET, [], sigma=0.1, progress=False)
-    with pytest.raises(ValueError, match="labels must be 0 … 1"):
-        certify(NET, [(images(2), torch.tensor([0, 7]))], sigma=0.1, draws=1, progress=False)
-    with pytest.raises(ValueError, match="a radius is a length of at least 0, got -1"):
-        certify(NET, loader(NET), sigma=0.1, draws=1, progress=False).certified(-1.0)
 
 
 def test_votes_that_are_not_finite_count_for_no_class():

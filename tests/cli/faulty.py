@@ -14,7 +14,7 @@ from lightning.pytorch import Callback
 from lightning_rob.runtime.files import check_file
 from tests.tiny import ROOT, pgd, recipe, robust_eval
 
-LIMIT = 10.0  # --rank_timeout
+LIMIT = 6.0  # --rank_timeout
 SAVE = {
     "class_path": "ModelCheckpoint",
     "init_args": {

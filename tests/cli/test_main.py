@@ -7,6 +7,7 @@ import torch
 import yaml
 from lightning.pytorch import Trainer
 
+from lightning_rob.cli.options import read_command_line
 from tests.tiny import (
     CKPT,
     arc,
@@ -78,6 +79,13 @@ def test_the_saved_configuration_runs_again(trained, tmp_path, monkeypatch, caps
     assert same_weights(weights(trained / CKPT), weights(tmp_path / CKPT))
     out = capsys.readouterr().out
     assert f"Checkpoint: {CKPT}\n" in out
+    steps = [line.removeprefix("Next:").split() for line in out.splitlines()[-2:]]
+    radius = ["--trainer.callbacks+=climb", "--trainer.callbacks.eps=16/255"]
+    allowed = ["--allow-import", "tests"]  # of conftest.py; foreign code is refused without it
+    test, audit = ["lightning-rob", "test", CKPT], ["lightning-rob", "audit", CKPT]
+    assert steps == [[*test, *allowed, *radius], [*audit, *allowed]]
+    for _, *command in steps:
+        read_command_line(*command)
 
 
 SAID = r"^(No checkpoint is given|Radius): .*"  # before a test
@@ -95,8 +103,8 @@ def test_a_test_reports_another_radius_than_that_of_the_training(
     pgd = "--trainer.callbacks+=pgd"
     (line,) = said(capsys, trained / CKPT, pgd)
     assert line == (
-        "Radius: the attacks are at linf 8/255; the training was at linf 16/255; "
-        "--trainer.callbacks.eps takes another"
+        "Radius: the attacks are at linf 8/255; the training was at linf 16/255, "
+        "taken by --trainer.callbacks.eps=16/255"
     )
     assert said(capsys, trained / CKPT, pgd, "--trainer.callbacks.eps=16/255") == []
     monkeypatch.chdir(tmp_path)

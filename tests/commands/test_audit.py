@@ -1,5 +1,6 @@
 """The audit as a callback and as a command."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,8 @@ from lightning_rob.attacks import PGD
 from lightning_rob.commands.audit import AuditConfig, audited_threat
 from lightning_rob.threat import Threat
 from tests.schema import checked
-from tests.tiny import exit_code, pgd, recipe, robust_eval, run
+from tests.test_ddp import TWO
+from tests.tiny import exit_code, fit, pgd, recipe, robust_eval, run, same_weights, shell, weights
 
 
 def audited(**options):
@@ -37,6 +39,12 @@ def test_the_callback_writes_what_it_found(trained, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "Audit · Ensemble · a randomized ensemble" in shown
     assert "callbacks/climb.yaml" in " ".join(shown.split())
+
+
+def test_it_runs_in_fit_and_training_stays_the_same(trained, tmp_path):
+    again = fit(tmp_path, callbacks=[audited(max_images=4)], model__init_args__monitor=None)
+    assert same_weights(weights(trained), weights(again))
+    assert (tmp_path / "run/version_0/audit.json").exists()
 
 
 def test_the_command(trained, tmp_path, monkeypatch, capsys):
@@ -100,6 +108,27 @@ def test_options_without_a_meaning():
         ({"eps": 8.0, "norm": "linf"}, "--eps 8 holds every image, .* did you mean 8/255"),
         ({"eps": 8.0}, "--eps 8 holds every image"),  # of the training's norm
         ({"norm": "3"}, "--norm must be linf, l2 or l1, got 3"),
+        ({"images": 0}, "images must be at least 1, got 0"),
+        ({"seed": -1}, "seed must be at least 0, got -1"),
     ):
         with pytest.raises(ValueError, match=message):
             audited_threat(AuditConfig(**options), SimpleNamespace(threat=Threat("linf", 0.1)))
+
+
+@pytest.mark.slow  # test_ddp holds for all evaluation callbacks that ranks share the groups
+def test_two_processes_find_the_same(trained, tmp_path):
+    """Except Square, whose noise depends on the batch."""
+    found = []
+    for name, args in {"one": [], "two": TWO}.items():
+        (tmp_path / name).mkdir()
+        data = {"class_path": "tests.tiny.Blobs", "init_args": {"test_size": 33}}
+        callbacks = {"trainer__callbacks+": [audited(queries=1, max_images=None)]}
+        file = recipe(tmp_path / name, data=data, **callbacks)
+        done = shell("test", "--config", file, "--ckpt_path", trained, *args)
+        assert done.returncode == 0, done.stderr
+        record = json.loads((tmp_path / name / "run/version_0/audit.json").read_text())
+        assert {r["n"] for r in record["attacks"]} == {33}
+        rows = {r["name"]: r["accuracy"] for r in record["attacks"] if r["name"] != "square"}
+        findings = {f["name"]: f for f in record["findings"] if f["name"] != "black_box"}
+        found.append((rows, findings))
+    assert found[0] == found[1]

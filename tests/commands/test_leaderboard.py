@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from lightning_rob.commands.leaderboard import submissions
-from lightning_rob.commands.leaderboard.ranks import difference, ranks
+from lightning_rob.commands.leaderboard.ranks import agreement, difference, ranks
 from lightning_rob.threat import Threat
 from tests.tiny import TinyNet, fit, pgd, refused, run
 
@@ -252,3 +252,13 @@ def test_one_training_alone():
     assert found.error == pytest.approx(gaps.std(ddof=1) / np.sqrt(len(gaps)))
     assert ranks([first]) == [(1, 1)]
     assert ranks([first, first]) == [(1, 2), (1, 2)]
+
+
+def test_agreement_between_trainings(monkeypatch):
+    monkeypatch.setattr("lightning_rob.commands.leaderboard.ranks.RESAMPLES", 100)
+    generator = np.random.default_rng(2)
+    apart = crossed(generator, (-3.0, -1.5, 0.0, 1.5, 3.0))
+    tau, low, high = agreement(apart)
+    assert tau > 0.95 and low <= tau <= high
+    assert agreement(crossed(generator, [0.0] * 8))[0] < 0.5
+    assert np.isnan(agreement(apart[:2])[0]) and np.isnan(agreement([s[:1] for s in apart])[0])

@@ -74,7 +74,13 @@ def history(tmp_path):
 def evaluation(step=1, worst=0.25, alarm=()):
     """The lines of a checkpoint."""
     head = {"checkpoint": f"{step}.ckpt", "step": step, "position": step, "suite": "s"}
-    figure = {"name": "worst", "accuracy": worst, "interval": [worst - 0.1, worst + 0.1], "n": 8}
+    figure = {
+        "name": "worst",
+        "stage": "monitor",
+        "accuracy": worst,
+        "interval": [worst - 0.1, worst + 0.1],
+        "n": 8,
+    }
     event = {"event": "evaluated", "weights": str(step), "recipe": "r", "alarm": list(alarm)}
     return figure | head, event | head
 
@@ -122,23 +128,31 @@ def test_it_is_delivered_once_by_a_receiver_that_fails_thrice(
         assert not any(secret in text for secret in ("hidden", "s3cret"))
 
 
-def test_many_that_wait_for_one_that_hangs_cost_one_time_out(history, monkeypatch):
+def test_many_that_wait_for_one_that_hangs_cost_one_time_out(
+    receiver, history, monkeypatch, capsys
+):
+    """It holds up no other receiver."""
+    monkeypatch.setattr(notify, "PAUSES", (1.0, 300.0))
     monkeypatch.setattr(notify, "TIMEOUT", 0.2)
     monkeypatch.setattr(notify, "SLOW", 0.1)
     with Receiver() as hanging:
         hanging.statuses = [0] * 1000
-        notifier = Outbox([hanging.url], history, "run")
+        notifier = Outbox([hanging.url, receiver.url], history, "run")
         for step in range(8):
             lines = evaluation(step, alarm=[f"low at {step}"])
             history.append(*lines[:-1], lines[-1] | notifier.mark(lines[-1]))
         notifier.deliver()
         assert len(hanging.statuses) == 999  # it has heard of the first alone
-        assert notifier.waiting == {hanging.url: 8}
+        assert notifier.waiting == {hanging.url: 8, receiver.url: 0}
         assert notifier.pauses[hanging.url] > 1.7  # it costs a tenth of the time
+        notifier.close(0)
+        left = f"8 left for {hanging.url}; the next monitor delivers them"
+        assert left in capsys.readouterr().err
         hanging.go.set()
         hanging.statuses.clear()
         notifier.close(10)  # at the end it is asked at once
-        assert notifier.waiting == {hanging.url: 0}
+        assert sorted(hanging.ids()) == sorted(receiver.ids())
+        assert len(hanging.ids()) == 8
         hanging.shutdown()
 
 
@@ -161,29 +175,6 @@ def test_one_that_is_refused_slowly_holds_up_no_other(history, monkeypatch):
         notifier.deliver()
     assert tried == ["0.ckpt", "1.ckpt", "0.ckpt", "0.ckpt"]  # the recovery waits for its alarm
     assert [*notifier.waiting.values()] == [2]
-
-
-def test_one_that_hangs_delays_the_monitor_by_its_time_out_and_stops_no_other(
-    receiver, history, monkeypatch, capsys
-):
-    monkeypatch.setattr(notify, "TIMEOUT", 0.1)
-    with Receiver() as hanging:
-        hanging.statuses = [0] * 1000
-        start = time.monotonic()
-        notifier = Outbox([hanging.url, receiver.url], history, "run")
-        record(history, notifier, *evaluation(alarm=["low"]))
-        notifier.close(0.5)
-        assert time.monotonic() - start < 2
-        assert len(receiver.posts) == 1
-        assert notifier.waiting == {hanging.url: 1, receiver.url: 0}
-        left = f"1 left for {hanging.url}; the next monitor delivers them"
-        assert left in capsys.readouterr().err
-        hanging.go.set()
-        hanging.statuses.clear()
-        again = Outbox([hanging.url, receiver.url], history, "run")
-        again.close(10)
-        assert hanging.ids() == receiver.ids() == [history.lines[1]["notify"]["id"]]
-        hanging.shutdown()
 
 
 def forked(work) -> int:
@@ -248,32 +239,9 @@ def test_only_the_first_of_equal_ends_is_notified(receiver, history):
     ]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # in apprise, on its import
-def test_apprise_delivers_to_other_schemes(receiver, history, capsys):
-    pytest.importorskip("apprise")
-    place = receiver.url.removeprefix("http://")
-    receiver.statuses = [500]
-    url = f"json://user:hidden@{place}/hidden"
-    notifier = Outbox([url], history, "run")
-    record(history, notifier, *evaluation(alarm=["too low"]))
-    notifier.close(10)
-    assert notifier.waiting == {receiver_name(url): 0}
-    assert [post["status"] for post in receiver.posts] == [500, 204]
-    assert "alarm: run: 1.ckpt: too low" in receiver.posts[1]["message"]
-    error = capsys.readouterr().err
-    assert f"{receiver_name(url)} failed" in error
-    assert "hidden" not in error + history.path.read_text()
-    with pytest.raises(ValueError, match=r"--notify slack://…: apprise does not understand"):
-        Outbox(["slack://hidden"], history, "run")
-
-
 BAD = [
-    ("in ASCII without spaces", ["example.com/hidden"]),
-    ("without spaces", ["https://example.com/hid den"]),
-    ("ASCII", ["https://example.com:99999/hidden"]),
-    ("ASCII", ["http://host\\hidden"]),  # no name of a host, which would be printed
-    ("ASCII", ["https://a,hidden"]),
-    ("ASCII", ["https:///hidden"]),
+    ("a URL such as", ["example.com/hidden"]),
+    ("a URL such as", ["https:///hidden"]),
     (AUTHORIZATION, ["https://user:hidden@example.com/"]),
     ("one host, got a.com, b.com", ["https://a.com/hidden", "https://b.com/?hidden"]),
 ]
@@ -287,44 +255,20 @@ def test_urls_that_cannot_be_notified(monkeypatch):
         assert not any(secret in str(refused.value) for secret in ("hid", "s3cret"))
 
 
-def test_a_secret_is_one_line_and_names_show_none(monkeypatch):
-    monkeypatch.setenv(AUTHORIZATION, "Bearer s3cret\nX: y")
-    with pytest.raises(ValueError, match="must be one line of ASCII") as refused:
-        check_destinations(["https://a.com/x"])
-    assert "s3cret" not in str(refused.value)
-    urls = ["https://a.com/x?y", "https://a.com/z", "https://a.com:8/", "mailto://u:p@a.com"]
-    shown = ["https://a.com/…", "https://a.com/…", "https://a.com:8", "mailto://…"]
+def test_names_of_receivers_show_no_secret():
+    urls = ["https://a.com/x?y", "https://a.com/z", "https://a.com:8/"]
+    shown = ["https://a.com/…", "https://a.com/…", "https://a.com:8"]
     names = [receiver_name(url) for url in urls]
     assert [name.partition(" ")[0] for name in names] == shown
-    assert len(set(names)) == 4  # in any order of the URLs
+    assert len(set(names)) == 3  # in any order of the URLs
 
 
 def test_only_a_checkpoint_that_is_not_older_ends_an_alarm(receiver, history):
     notifier = Outbox([receiver.url], history, "run")
     for step, alarm in ((3, ["low"]), (2, []), (1, ["low"]), (2, [])):
         record(history, notifier, *evaluation(step, alarm=alarm))
-    assert history.alarms().event
+    assert history.alarm()
     record(history, notifier, *evaluation(4))
-    assert not history.alarms().event
+    assert not history.alarm()
     notifier.close(10)
     assert [post["kind"] for post in receiver.posts] == ["alarm", "alarm", "recovery"]
-
-
-def test_the_alarm_of_a_suite_ends_with_the_next_that_can_be_built(receiver, history):
-    """A fine checkpoint under the former suite does not end it."""
-    notifier = Outbox([receiver.url], history, "run")
-    broken = {"event": "broken", "part": "suite", "checkpoint": "s", "alarm": ["no such class"]}
-    record(history, notifier, broken)
-    record(history, notifier, *evaluation(1))
-    assert history.alarms().event == broken | history.alarms().event
-    record(history, notifier, *evaluation(2, alarm=["low"]))
-    record(history, notifier, {"event": "restored"})
-    assert history.alarms().event["step"] == 2
-    record(history, notifier, *evaluation(3))
-    assert history.alarms().event is None
-    record(history, notifier, broken)
-    record(history, notifier, {"event": "restored"})
-    assert history.alarms().event is None
-    notifier.close(10)
-    kinds = [post["kind"] for post in receiver.posts]
-    assert kinds == ["alarm", "alarm", "recovery", "alarm", "recovery"]

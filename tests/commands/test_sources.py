@@ -208,11 +208,6 @@ def test_an_object_that_cannot_be_fetched_blocks_no_other_and_is_taken_later(
     assert "cannot be fetched" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_file_system_that_fails_to_open(tmp_path):
-    with pytest.raises(Unreachable, match="cannot be opened: ValueError: Protocol not known"):
-        Bucket("nosuch://bucket", tmp_path)
-
-
 @pytest.mark.filterwarnings("ignore")  # of mlflow
 def test_an_alias_that_moves_is_a_new_checkpoint(trained, tmp_path, monkeypatch):
     """A rollback is one, too; a version without a Lightning checkpoint is an alarm."""
@@ -255,9 +250,3 @@ def test_a_file_system_that_cannot_tell_one_object_from_the_next_is_refused(
     for change in ({"modify": "20261122150405"}, {"Last-Modified": "Sun, 22 Nov"}):
         info = plain | change
         assert source.stamps()["a.ckpt"][0]
-
-
-def test_passwords_in_errors_of_packages_are_not_passed_on():
-    reason = "API request to http://me:p@ss@host/api?sig=hidden failed: http://a@b/c"
-    told = str(Unreachable(reason))
-    assert told == "API request to http://host/api?… failed: http://b/c"

@@ -15,6 +15,8 @@ from lightning.pytorch import Callback
 from lightning_rob.cli import seeds
 from lightning_rob.cli.seeds import SeedsConfig
 from lightning_rob.commands.sweep import SweepConfig
+from lightning_rob.runtime import spread
+from tests.forked import forked_child
 from tests.tiny import KEPT, ROOT, exit_code, pgd, recipe, refused, robust_eval, run
 
 PYTHONPATH = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -51,6 +53,7 @@ def test_a_sweep_by_two_workers_of_which_one_is_killed(trained, tmp_path, monkey
         (tmp_path / name).mkdir()
     alone = swept(tmp_path / "one", trained)
     monkeypatch.setenv("MAY_DIE", "1")
+    monkeypatch.setattr(spread, "run_child", forked_child)
     capfd.readouterr()
     assert swept(tmp_path / "two", trained, "--workers=2") == alone
     out = capfd.readouterr().out
@@ -73,7 +76,7 @@ def test_parts_are_all_of_the_work():
 
 def test_two_seeds_and_their_mean(tmp_path, monkeypatch, capfd):
     """The first in a process of its own; the second here, where nothing has to be imported."""
-    ways = [seeds.run_child, lambda command: (exit_code(*command[3:]), "")]
+    ways = [forked_child, lambda command: (exit_code(*command[3:]), "")]
     monkeypatch.setattr(seeds, "run_child", lambda command: ways.pop(0)(command))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH)

@@ -222,6 +222,7 @@ def test_table_figure_and_the_best_value(swept):
     assert sentence in printed
     assert "Sweep over probability" in printed
     assert (folder / "sweep.png").stat().st_size > 10_000
+    assert (folder / "sweep.md").read_text().count("\n|") >= 4  # heads, line and values
 
 
 def test_members_without_a_share_get_equal_ones():

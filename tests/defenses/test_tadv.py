@@ -12,7 +12,7 @@ from lightning_rob.attacks import PGD, Attack
 from lightning_rob.defenses import Single
 from lightning_rob.defenses.tadv import TADV, half_adversarial
 from lightning_rob.defenses.transductive import reinitialized
-from lightning_rob.nets import LeNet, MNISTNet, PreActResNet18, ResNet20, SmallCNN
+from lightning_rob.nets import ResNet20, SmallCNN
 from lightning_rob.randomness import generator_from, seeded_global_rng
 from lightning_rob.threat import Threat
 from tests.attacks.common import seeded as chance
@@ -65,24 +65,6 @@ def test_the_loss_is_half_clean_half_adversarial_of_one_forward(n, clean):
     assert torch.equal(spy.seen[0][1], y[clean:])
 
 
-@pytest.mark.parametrize(("fraction", "clean"), [(0.25, 6), (0.9, 1), (1.0, 0), (0.01, 8)])
-def test_a_fraction_is_the_share_and_the_weight_of_the_attacked(fraction, clean):
-    defense, (x, y) = Single(TinyNet()), batch()
-    losses = F.cross_entropy(
-        defense.net(torch.cat([x[:clean], torch.ones_like(x[clean:])])), y, reduction="none"
-    )
-    parts = [(1 - fraction, losses[:clean]), (fraction, losses[clean:])]
-    expected = sum(weight * part.mean() for weight, part in parts if len(part))
-    torch.testing.assert_close(half_adversarial(defense, x, y, Spy(), fraction), expected)
-
-
-def test_wrong_labels_in_the_clean_half_are_refused():
-    with pytest.raises(ValueError, match="labels must be 0 … 3 for 4 classes, got 0 … 9"):
-        half_adversarial(
-            Single(TinyNet()), torch.rand(4, 3, 8, 8), torch.tensor([9, 0, 0, 0]), Spy()
-        )
-
-
 # Weights drawn anew
 
 
@@ -97,7 +79,7 @@ def shaken(net):
     return net
 
 
-@pytest.mark.parametrize("make", [TinyNet, LeNet, MNISTNet, SmallCNN, ResNet20, PreActResNet18])
+@pytest.mark.parametrize("make", [TinyNet, SmallCNN, ResNet20])
 def test_every_weight_is_drawn_anew_and_statistics_are_forgotten(make):
     net = shaken(make())
     before = copy.deepcopy(net.state_dict())
@@ -113,23 +95,6 @@ def test_every_weight_is_drawn_anew_and_statistics_are_forgotten(make):
     assert type(fresh) is type(net)
 
 
-class OwnStart(nn.Linear):
-    """A network with an initialisation of its own."""
-
-    def __init__(self):
-        super().__init__(4, 2)
-        self.inner = nn.Linear(2, 2)
-
-    def reset_parameters(self):
-        super().reset_parameters()
-        if hasattr(self, "inner"):
-            nn.init.constant_(self.inner.bias, 5.0)
-
-
-def test_the_whole_has_the_last_word():
-    assert (reinitialized(OwnStart(), chance()).inner.bias == 5).all()
-
-
 class Token(nn.Module):
     """A parameter that no reset_parameters knows of."""
 
@@ -142,25 +107,9 @@ class Token(nn.Module):
         return self.head(x.flatten(1) + self.token)
 
 
-class Forgetful(nn.Linear):
-    """Draws its weight and forgets its bias."""
-
-    def __init__(self):
-        super().__init__(192, 4)
-
-    def reset_parameters(self):
-        nn.init.normal_(self.weight)
-
-    def forward(self, x):
-        return super().forward(x.flatten(1))
-
-
-@pytest.mark.parametrize(("make", "name"), [(Token, "token"), (Forgetful, "bias")])
-def test_a_network_that_cannot_be_drawn_anew_is_refused(make, name):
-    with pytest.raises(
-        TypeError, match=f"{make.__name__} cannot be trained anew: .* draws {name};"
-    ):
-        tadv(make()).adapt(batch()[0], chance())
+def test_a_network_that_cannot_be_drawn_anew_is_refused():
+    with pytest.raises(TypeError, match=r"Token cannot be trained anew: .* draws token;"):
+        tadv(Token()).adapt(batch()[0], chance())
 
 
 # The defense
@@ -206,40 +155,11 @@ def test_retraining_is_the_loop_by_hand():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_a_retraining_can_be_interrupted():
-    calls = []
-
-    def interrupted(defense, x, y, generator):
-        calls.append(len(x))
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return x
-
-    defense, state = tadv(attack=interrupted, epochs=100), torch.get_rng_state()
-    before = copy.deepcopy(defense.state_dict())
-    with pytest.raises(KeyboardInterrupt):
-        defense.adapt(batch()[0], chance())
-    assert calls == [16, 16, 16]
-    assert torch.equal(state, torch.get_rng_state())
-    assert same_weights(before, defense.state_dict())
-
-
 def robust_accuracy(defense, x, y):
     attack = PGD(THREAT, steps=20, step_size=8 / 255, keep_best=True)
     adapted = defense.adapt(x, chance(1))
     x_adv = attack(adapted.adapted_model, x, y, chance(2))
     return (adapted.adapted_model(x_adv).argmax(1) == y).float().mean().item()
-
-
-def test_the_retrained_network_is_more_robust_than_a_plainly_trained_one():
-    x, y = blobs(train=False, test_size=200)
-    options = {"epochs": 10, "batch_size": 32, "optimizer": partial(torch.optim.Adam, lr=0.01)}
-    plain, robust = (
-        robust_accuracy(TADV(TinyNet(), blobs(train_size=400), made_by, **options), x, y)
-        for made_by in (untouched, PGD(THREAT, steps=5, step_size=11 / 255))
-    )
-    assert plain < 0.2
-    assert robust > 0.6
 
 
 def test_it_learns_from_a_data_set_and_augments_its_images():
@@ -255,13 +175,6 @@ def test_it_learns_from_a_data_set_and_augments_its_images():
 
     assert not same(plain, tadv(augment=[dark], **options).adapt(x, chance(1)))
     assert seen == [(3, 8, 8)] * 96
-
-
-def test_it_says_what_it_lacks():
-    with pytest.raises(ValueError, match=r"give it an attack, such as attack=PGD\(Threat"):
-        tadv(attack=None).adapt(batch()[0], chance())
-    with pytest.raises(ValueError, match="TADV learns from labelled images"):
-        TADV(TinyNet(), attack=ATTACK).adapt(batch()[0], chance())
 
 
 def test_both_halves_share_batch_statistics_and_the_attack_is_in_eval_mode():

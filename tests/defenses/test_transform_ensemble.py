@@ -43,18 +43,6 @@ def test_transformations_that_do_not_fit(transforms, message):
         TransformEnsemble(nets(2), transforms)
 
 
-def test_a_defense_is_no_member():
-    with pytest.raises(TypeError, match="is a defense, not a network"):
-        TransformEnsemble([Single(nets(1)[0])], ["clean"])
-
-
-@pytest.mark.parametrize("wrong", ["rotate_180", 5, -1])
-def test_a_member_that_there_is_not(wrong):
-    ensemble = TransformEnsemble(nets(2), ["clean", "rotate_90"])
-    with pytest.raises(ValueError, match=r"no member is behind|member must be 0 … 1"):
-        ensemble.place(wrong)
-
-
 def test_a_part_predicts_as_in_the_whole_ensemble(x):
     """Randomness is keyed by image and transformation: parts are scored from the same votes."""
     whole = TransformEnsemble(nets(5), NAMES)

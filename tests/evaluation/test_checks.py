@@ -1,6 +1,7 @@
 """What an evaluation says of figures that mislead, and that it leaves everything as it was."""
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -144,18 +145,8 @@ BROKEN = {
     "logits that are huge": (None, lambda z, x: z * 1e30, "saturation"),
     "logits that are tiny": (None, lambda z, x: z * 1e-30, "small_logits"),
     "rounded logits": (None, lambda z, x: z + ((0.1 * z).round() - z).detach(), "ties"),
-    "minus infinity": (
-        None,
-        lambda z, x: z.masked_fill(z < z.amax(1, keepdim=True), -torch.inf),
-        "saturation",
-    ),
     "probabilities": (None, lambda z, x: (1e3 * z).softmax(1), "outputs"),
     "noise of Python": (python_noise, None, "randomness"),
-    "noise of numpy": (
-        lambda x: x + torch.tensor(0.1 * np.random.randn(*x.shape)).float(),
-        None,
-        "randomness",
-    ),
     "noise of torch": (lambda x: x + 0.1 * torch.randn_like(x), None, "randomness"),
     "other images of the batch": (None, batchwise, "batches"),
     "a class of rejection": (None, detecting, "only_one_class"),
@@ -231,6 +222,16 @@ def test_dropout_that_was_left_on_is_not_switched_off_without_a_word():
     whole.attention = nn.MultiheadAttention(4, 1, dropout=0.5)  # in training mode
     with pytest.warns(FindingWarning, match=r"attention \(MultiheadAttention\)"):
         evaluate(whole, PLAIN, [batch()])
+
+
+def test_randomness_that_is_averaged_over_is_no_finding():
+    noisy, attack = Around(lambda x: x + 0.1 * torch.randn_like(x)), PLAIN["pgd"]
+    averaged = {"pgd": replace(attack, draws=5)}
+    assert "randomness" not in names(evaluate(noisy, averaged, [batch()], inferences=2))
+    for attacks, inferences in ((averaged, 1), (PLAIN, 2)):
+        with pytest.warns(FindingWarning):
+            found = evaluate(noisy, attacks, [batch()], inferences=inferences)
+        assert "randomness" in names(found)
 
 
 def test_few_images_have_the_same_findings():
@@ -336,8 +337,3 @@ def test_blindness_is_counted_on_every_image():
     assert np.isnan(found.blind("square"))
     with pytest.raises(KeyError, match="no attack is called"):
         found.blind("clean")
-
-
-def test_checks_can_be_left_out():
-    found = evaluate(Around(after=batchwise), PLAIN, [batch()], checks=False)
-    assert not found.noted

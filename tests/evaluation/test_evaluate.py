@@ -10,16 +10,14 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from lightning_rob import PGD, Ensemble, Foreign, RobustEval, Single, Strongest, Threat, evaluate
+from lightning_rob import PGD, Ensemble, RobustEval, Single, Strongest, Threat, evaluate
 from lightning_rob.attacks import Attack, MinimalNorm
 from lightning_rob.defenses import DENT
 from lightning_rob.evaluation import EvaluationResult, RoundProtocol
-from lightning_rob.evaluation.result_file import read_result_file
 from lightning_rob.evaluation.store import PerImageRows
 from lightning_rob.metrics import paired, wilson
 from lightning_rob.modules import AdversarialTraining
 from lightning_rob.nets import SmallCNN
-from lightning_rob.runtime.identity import attack_spec
 from tests.attacks.test_smallest_norm import plane
 from tests.callbacks.test_any_module import trainer
 from tests.tiny import Blobs, TinyNet
@@ -126,17 +124,14 @@ def test_one_word_for_attacks():
     whole = evaluate(net(), "suite", images, max_images=4, **options)
     assert {attack.threat for attack in whole.attacks.values()} == {Threat("linf", "8/255")}
     sparse = {"norm": "l1", "eps": 50.0, "max_images": 4, "progress": False}  # fooled at once
-    for word in ("pgd", "autoattack", "auto", "suite", "square", "climb"):
-        found = evaluate(ensemble if word == "climb" else net(), word, images, **sparse)
-        assert {str(attack.threat) for attack in found.attacks.values()} == {"l1 50"}
-        assert found.accuracy("worst" if word == "suite" else word) == 0
+    found = evaluate(net(), "suite", images, **sparse)
+    assert {str(attack.threat) for attack in found.attacks.values()} == {"l1 50"}
+    assert found.accuracy("worst") == 0
     with pytest.raises(ValueError, match=r"the suite needs linf, l2 or l1 and .* got 3 50"):
         evaluate(net(), "auto", images, **sparse | {"norm": 3})
     for attacks, eps, message in (
         ("pdg", 0.1, "a mapping or one of suite, auto, autoattack, .*pgd, .*square.*; got 'pdg'"),
-        ("climb", 0.1, "got 'climb'"),  # of a randomized ensemble
         ("pgd", None, "attacks given by one word need eps, such as eps=8/255"),
-        (named, 0.1, "attacks given by one word need eps"),
     ):
         with pytest.raises(ValueError, match=message):
             evaluate(net(), attacks, images, eps=eps)
@@ -157,14 +152,6 @@ class Noise(nn.Module):
         return x + 0.5 * torch.randn_like(x)
 
 
-def test_several_inferences_of_a_random_defense_have_an_interval_of_their_own():
-    noisy = Single(nn.Sequential(net(), nn.Dropout(0.0), Noise()))
-    found = evaluate(noisy, ATTACKS, DataLoader(data(), 50), inferences=4, progress=False)
-    assert found.scores.shape == (50, 3, 4)
-    assert found.random
-    assert found.covers == "images and inferences"
-
-
 def test_resubmission_of_an_ensemble_is_exact():
     defense = Ensemble([net(0), net(1)], [0.8, 0.2])
     found = evaluate(defense, ATTACKS, DataLoader(data(), 50), progress=False)
@@ -183,10 +170,10 @@ def test_resubmission_of_a_random_defense_is_unbiased():
     for times in (1, 2, 4):
         estimate = found.resubmitted("clean", times).accuracy
         assert estimate == pytest.approx(float((p**times).mean()), abs=0.03)
-    with pytest.raises(ValueError, match="7 submissions need inferences=7"):
+    with pytest.raises(ValueError, match=r"7 submissions need .* inferences=7 or more"):
         found.resubmitted("clean", 7)
     halved = EvaluationResult({}, replace(rows, scores=scores / 2), random=True)
-    with pytest.raises(ValueError, match="right or wrong, and repeats=1"):
+    with pytest.raises(ValueError, match="or more and repeats=1"):
         halved.resubmitted("clean", 2)
 
 
@@ -210,7 +197,7 @@ def test_distances_of_one_run_are_the_accuracies_of_all_radii():
         assert within == pytest.approx(((distance > radius)[5:].sum() / 40).item(), abs=0.03)
     with pytest.raises(KeyError, match="no attack is called 'clean': choose from search"):
         found.distances("clean")
-    with pytest.raises(ValueError, match="defenses that predict the same each time"):
+    with pytest.raises(ValueError, match="a defense that predicts the same each time"):
         replace(found, random=True).distances("search")
 
 
@@ -220,7 +207,7 @@ def test_images_on_the_surface_are_fooled_within_eps():
     found = evaluate(net(), attacks, [data().tensors], progress=False)
     assert 0 < found.accuracy("pgd") < found.accuracy("clean")
     assert (found.distances("pgd") > 0.05).double().mean() == found.accuracy("pgd")
-    with pytest.raises(ValueError, match="one run of the attack: give repeats=1"):
+    with pytest.raises(ValueError, match=r"one run \(repeats=1\)"):
         evaluate(net(), attacks, [(X, Y)], repeats=2, progress=False).distances("pgd")
 
 
@@ -253,16 +240,6 @@ def test_a_killed_evaluation_resumes_at_the_attack_it_had_reached(tmp_path):
     assert not list(tmp_path.glob("*/*.jsonl"))
 
 
-def test_saved_scores_can_be_read(tmp_path):
-    found = evaluate(net(), ATTACKS, DataLoader(data(), 50), progress=False)
-    found.save(tmp_path / "run.csv")
-    read = read_result_file(tmp_path / "run.csv")
-    assert torch.equal(read.index, found.index)
-    for name in ("clean", "weak", "pgd", "worst"):
-        torch.testing.assert_close(read.scores[name], found.per_image(name), rtol=0, atol=1e-6)
-    assert read.card["attacks"]["pgd"]["attack"]["class_path"] == "lightning_rob.PGD"
-
-
 def test_nothing_is_left_behind():
     model, batches = net().train(), DataLoader(data(), 50)
     state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -279,21 +256,15 @@ def test_nothing_is_left_behind():
     ("change", "error", "message"),
     [
         ({"attacks": {}}, ValueError, "at least one attack"),
-        ({"attacks": {"worst": ATTACKS["pgd"]}}, ValueError, "no attack can be called 'worst'"),
         ({"model": lambda x: x}, TypeError, "must be an nn.Module or a Defense, got function"),
-        ({"repeats": 0}, ValueError, "repeats must be at least 1, got 0"),
         ({"private_draws": 2}, ValueError, "private_draws is for defenses that adapt, Single"),
         ({"batches": [torch.rand(5, 3, 8, 8)]}, TypeError, r"batches must be \(images, labels\)"),
         ({"batches": [], "max_images": 3}, ValueError, "max_images needs a DataLoader"),
         ({"batches": data(5)}, TypeError, r"data set: give DataLoader\(TensorDataset"),
-        ({"batches": [{"image": 1}]}, TypeError, "got dict: give unpack"),
-        ({"batches": [(X, Y[0])]}, ValueError, r"5 images need labels \[5\], got \[\]"),
         ({"batches": [(255 * X, Y)]}, ValueError, r"images must lie in \[0.0, 1.0\]"),
-        ({"batches": [(X, Y.float())]}, ValueError, "labels must be whole numbers"),
         ({"attacks": {"a": PGD(Threat("linf", 8), 1, 2)}}, ValueError, "did you mean 8/255"),
         ({"attacks": {"a": PGD}}, TypeError, "attack 'a' must be such as PGD"),
         ({"batches": [(X, Y + 3)]}, ValueError, "labels must be 0 … 3 for 4 classes"),
-        ({"batches": [(X, Y - 9)]}, ValueError, "labels must be 0 … 3 for 4 classes"),
         *(
             ({"model": model, "batches": [(X, 0 * Y)]}, ValueError, "two logits or more, got 1")
             for model in (one_logit(), OneLogit(one_logit()))
@@ -326,11 +297,10 @@ def of_other_code():
         {"model": net(1)},
         {"model": of_other_code()},
         {"attacks": {"weak": ATTACKS["pgd"]}},
-        {"seed": 1},
         {"repeats": 2},
         {"protocol": RoundProtocol(images=10)},
     ],
-    ids=["weights", "code", "attack", "seed", "repeats", "rounds"],
+    ids=["weights", "code", "attack", "repeats", "rounds"],
 )
 def test_another_evaluation_does_not_resume(tmp_path, change):
     weak = {"weak": ATTACKS["weak"]}
@@ -358,38 +328,6 @@ def test_a_shorter_round_does_not_resume_a_longer_one(tmp_path):
     resumed = Stopping(), Stopping()
     played(Subset(data(), range(23)), *resumed)
     assert [attack.sizes for attack in resumed] == [[3], [3]]
-
-
-def test_the_strongest_attack_has_a_threat_if_it_is_that_of_all():
-    batches = DataLoader(data(), 50)
-    worst = evaluate(net(), ATTACKS, batches).measurement("worst").details
-    assert worst["threat"] == attack_spec(THREAT)
-    far = {**ATTACKS, "far": PGD(Threat("linf", 0.2), 1, 0.2)}
-    worst = evaluate(net(), far, batches).measurement("worst").details
-    assert "threat" not in worst
-    assert worst["ball"] == "several"
-
-
-def test_worst_over_balls_of_several_norms_is_their_union():
-    """Tramèr and Boneh 2019: an image counts if no attack of any ball changes its prediction."""
-    attacks = {
-        "linf": PGD(Threat("linf", 0.03), 5, 0.015),
-        "l2": PGD(Threat("l2", 0.3), 5, 0.15),
-        "l1": Foreign(Threat(1, 4.0), darkest_pixels),
-    }
-    predicted = TensorDataset(x := data().tensors[0], net()(x).argmax(1))
-    found = evaluate(net(), attacks, DataLoader(predicted, 50), progress=False)
-    union = torch.stack([found.per_image(name) for name in attacks]).amin(0)
-    union = torch.minimum(union, found.per_image("clean"))
-    assert torch.equal(found.per_image("worst"), union)
-    assert all(union.mean() < found.accuracy(name) for name in attacks)
-    assert found.measurement("worst").details["ball"] == "several"
-
-
-def darkest_pixels(model, x, y):
-    """Make the four darkest values of each image white: an l1 distance of at most 4."""
-    flat = x.flatten(1)
-    return flat.scatter(1, flat.topk(4, largest=False).indices, 1.0).view_as(x)
 
 
 def test_images_of_equal_index_are_refused():

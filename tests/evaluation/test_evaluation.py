@@ -1,7 +1,5 @@
 """Which images are attacked together, and the worst case without the luck of the draw."""
 
-import time
-from datetime import timedelta
 from statistics import fmean
 
 import pytest
@@ -32,17 +30,15 @@ from lightning_rob.evaluation import (
     serves_once,
     worst_case,
 )
-from lightning_rob.evaluation.groups import GroupQueue, served_positions
+from lightning_rob.evaluation.groups import served_positions
 from lightning_rob.evaluation.protocol import AttackerDefenderSession
 from lightning_rob.metrics import robust_accuracy, wilson
 from lightning_rob.modules import AdversarialTraining
 from lightning_rob.rules import majority, mean_probs
-from lightning_rob.tables import table_text
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import GaussianNoise, HorizontalFlip
 from tests.audit.planted import Through
 from tests.callbacks.test_any_module import trainer
-from tests.forked import Forked
 from tests.tiny import Blobs, TinyNet
 
 NOTHING = PGD(Threat("linf", 1e-9), 1, 1e-9)
@@ -57,47 +53,6 @@ def test_groups_are_of_positions_whatever_their_order():
     assert canonical_groups(torch.arange(0), 16) == []
     with pytest.raises(ValueError, match="group_size must be at least 1, got 0"):
         canonical_groups(positions, 0)
-
-
-def take_groups(rank, store, workers):
-    """Join the other rank and take groups, slowly on rank 0."""
-    limit = timedelta(seconds=60)
-    torch.distributed.init_process_group("gloo", f"file://{store}", limit, 2, rank)
-    queue = GroupQueue(canonical_groups(torch.arange(12), 1), "of a test", rank, 2)
-    served = []
-    for (images,) in group_loader(DataLoader(DATA, 5, num_workers=workers), queue):
-        served += images.tolist()
-        time.sleep(1.0 * (rank == 0 and len(served) == 1))
-    assert torch.cat(queue.taken).tolist() == served
-    print(*served)
-
-
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_process_that_is_ready_takes_the_next_group(workers, tmp_path):
-    """Each group is taken once; the first is that of the rank."""
-    ranks = [Forked(take_groups, rank, tmp_path / "store", workers) for rank in range(2)]
-    found = [rank.wait(60) for rank in ranks]
-    slow, quick = (list(map(int, rank.stdout.split())) for rank in found)
-    assert sorted(slow + quick) == list(range(12)), found
-    assert (slow[0], quick[0]) == (0, 1)
-    assert len(quick) > len(slow)
-
-
-def spawned(store):
-    torch.multiprocessing.spawn(take_groups, (store, 0), 2)
-
-
-@pytest.mark.slow
-def test_spawned_processes_share_groups_too(tmp_path):
-    done = Forked(spawned, tmp_path / "store").wait(120)
-    served = sorted([*map(int, line.split())] for line in done.stdout.splitlines())
-    assert sorted(number for part in served for number in part) == list(range(12)), done
-    assert [part[0] for part in served] == [0, 1]
-
-
-def test_a_process_on_its_own_has_no_queue():
-    with pytest.raises(ValueError, match="2 processes share groups after init_process_group only"):
-        GroupQueue([], "of a test", 0, 2)
 
 
 class Stream(IterableDataset):
@@ -222,10 +177,10 @@ def test_where_predictions_depend_on_the_batch_one_attack_is_chosen():
     assert found.scores.tolist() == [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0]]
 
 
-SPREADS = {"coins": (1e6, 1e6), "even": (2.0, 1.0), "mostly sure": (0.6, 0.2)}
+SPREADS = {"coins": (1e6, 1e6), "mostly sure": (0.6, 0.2)}
 
 
-@pytest.mark.parametrize("inferences", [1, 2, 3, 10])
+@pytest.mark.parametrize("inferences", [1, 3, 10])
 @pytest.mark.parametrize("spread", list(SPREADS))
 def test_attacks_that_do_nothing_do_not_bias_the_worst(spread, inferences):
     """Independent noise for every attack, images that are right with probability p ~ Beta."""
@@ -354,8 +309,6 @@ def test_private_draws_widen_the_interval_and_are_recorded():
 
 
 def test_private_draws_are_for_what_adapts():
-    with pytest.raises(ValueError, match="private_draws is for defenses that adapt, Single does"):
-        evaluate(AdversarialTraining(TinyNet), RobustEval({"pgd": NOTHING}, private_draws=2))
     with pytest.raises(ValueError, match="sees the defender's state plays against one"):
         AttackerDefenderSession(NOTHING, Moods(linear()), 0, draws=2, attacker_sees_state=True)
 
@@ -391,20 +344,6 @@ def test_randomness_is_looked_for_in_every_group():
     callback = RobustEval({"pgd": NOTHING}, group_size=4)
     evaluate(AdversarialTraining(Late), callback)
     assert callback.result.random
-
-
-def test_the_worst_of_a_game_is_over_all_callbacks():
-    strong = PGD(Threat("linf", 1.0), 3, 0.5)
-    torch.manual_seed(0)
-    module = AdversarialTraining(lambda: linear(inputs=192), defense=Whim)
-    callbacks = [RobustEval({"strong": strong}), RobustEval({"weak": NOTHING}, max_images=20)]
-    evaluate(module, *callbacks)
-    worst = callbacks[0].results[-1]
-    assert worst.details["over"] == ["strong", "weak"]
-    assert (worst.n, worst.details["images"]) == (20, "those that all attacks have")
-    caption = " ".join(table_text("", [worst]).split())
-    assert "worst: on 20 images, those that all attacks have" in caption
-    assert worst.accuracy < callbacks[0].results[3].accuracy
 
 
 class Clashing(Blobs):
@@ -464,14 +403,3 @@ def test_which_images_count(data, options, limits, group_size, images):
     result, index = callback.results[0], callback.result.index.tolist()
     assert (result.details["group_size"], result.n) == (group_size, len(set(index)))
     assert images[0] <= result.n <= images[1]
-
-
-def test_some_images_of_a_stream_are_a_random_choice():
-    chosen = []
-    for seed in (0, 0, 1):
-        few = RobustEval({"pgd": NOTHING}, max_images=5, seed=seed)
-        evaluate(AdversarialTraining(TinyNet), few, data=Endless())
-        chosen.append(few.result.index.tolist())
-    assert len(set(chosen[0])) == 5
-    assert max(chosen[0]) > 8  # of any batch
-    assert chosen[0] == chosen[1] != chosen[2]

@@ -1,8 +1,6 @@
 """Attackers who know the draws that will predict, on linear defenses with exact answers."""
 
-import csv
 import json
-import math
 
 import pytest
 import torch
@@ -11,7 +9,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_rob import (
-    DENT,
     PGD,
     Ensemble,
     Mixture,
@@ -24,7 +21,6 @@ from lightning_rob import (
 from lightning_rob.attacks import Square, SurrogateTransforms
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.known_noise import KnownNoise, drawn_parts
-from lightning_rob.evaluation.evaluator import Evaluator
 from lightning_rob.evaluation.protocol import PREDICT
 from lightning_rob.randomness import Streams, normal
 from lightning_rob.rules import majority
@@ -123,16 +119,6 @@ def test_a_surrogate_and_a_part_of_the_images_keep_the_draws():
     assert square(known, *images(6), Streams.from_index(torch.arange(6), 1)).shape == x.shape
 
 
-def test_what_is_kept_of_it(tmp_path):
-    x, y = images(20)
-    options = {"checks": False, "progress": False, "known_noise": True}
-    found = evaluate(Noisy(NET), WEAK, [(x, y)], inferences=3, **options)
-    found.save(tmp_path / "scores.csv")
-    rows = list(csv.DictReader((tmp_path / "scores.csv").read_text().splitlines()))
-    assert [float(row["known_noise"]) for row in rows] == found.rows.known_noise.tolist()
-    assert not math.isnan(found.known_noise.accuracy)
-
-
 def test_the_callback_logs_it():
     class Module(LightningModule):
         defense = Noisy(NET)
@@ -150,38 +136,6 @@ def test_the_callback_logs_it():
     assert known["accuracy"] == callback.result.known_noise.accuracy < logged["test/robust/pgd"]
 
 
-class Killed(Exception):
-    pass
-
-
-def test_it_resumes(tmp_path, monkeypatch):
-    x, y = images(20)
-    batches = [(x, y)]
-    options = {"checks": False, "progress": False, "known_noise": True, "group_size": 10}
-    whole = evaluate(Noisy(NET), WEAK, batches, **options)
-    count, score = [], Evaluator.score
-
-    def once(self, *args):
-        if count:
-            raise Killed
-        count.append(1)
-        score(self, *args)
-
-    monkeypatch.setattr(Evaluator, "score", once)
-    with pytest.raises(Killed):
-        evaluate(Noisy(NET), WEAK, batches, resume=tmp_path, **options)
-    monkeypatch.setattr(Evaluator, "score", score)
-    attacked = []
-    monkeypatch.setattr(
-        Evaluator,
-        "_with_known_noise",
-        lambda self, *a, own=Evaluator._with_known_noise: attacked.append(1) or own(self, *a),
-    )
-    again = evaluate(Noisy(NET), WEAK, batches, resume=tmp_path, **options)
-    assert attacked == [1]  # of the second group only
-    assert torch.equal(again.rows.known_noise, whole.rows.known_noise)
-
-
 def test_where_there_is_no_noise_to_know():
     x, y = images(8)
     options = {"checks": False, "progress": False}
@@ -190,8 +144,5 @@ def test_where_there_is_no_noise_to_know():
         with pytest.raises(ValueError, match="by known_noise=True"):
             _ = found.known_noise
         assert "known noise" not in found.table()
-    adapting = DENT(nn.Sequential(nn.BatchNorm2d(1), nn.Flatten()))
-    with pytest.raises(ValueError, match="known_noise is for defenses that do not adapt"):
-        evaluate(adapting, WEAK, [(x, y)], known_noise=True, **options)
     with pytest.raises(ValueError, match="no attack can be called 'known_noise'"):
         evaluate(Single(NET), {"known_noise": WEAK["pgd"]}, [(x, y)], **options)

@@ -79,20 +79,8 @@ def test_the_ensemble_stays_as_it_is_and_images_are_chosen_by_seed():
     assert all(torch.equal(value, before[name]) for name, value in defense.state_dict().items())
 
 
-@pytest.mark.parametrize(
-    ("defense", "batches", "options", "message"),
-    [
-        (Single(trained_net(1)), [images(2)], {}, "is for an Ensemble"),
-        (Ensemble([trained_net(1)]), [], {}, "needs images, got none"),
-        (Ensemble([trained_net(1)]), [images(2)], {"steps": 0}, "steps must be at least 1"),
-        (
-            Ensemble([trained_net(1)]),
-            [images(2)],
-            {"tolerance": -1.0},
-            "tolerance must be at",
-        ),
-    ],
-)
-def test_wrong_arguments(defense, batches, options, message):
-    with pytest.raises(ValueError, match=message):
-        optimal_sampling(defense, CLIMB, batches, **options)
+def test_wrong_arguments():
+    with pytest.raises(ValueError, match="is for an Ensemble"):
+        optimal_sampling(Single(trained_net(1)), CLIMB, [images(2)])
+    with pytest.raises(ValueError, match="needs images, got none"):
+        optimal_sampling(Ensemble([trained_net(1)]), CLIMB, [])

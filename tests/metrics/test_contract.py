@@ -7,8 +7,6 @@ from datetime import timedelta
 
 import pytest
 import torch
-from matplotlib import pyplot as plt
-from torchmetrics import MetricCollection, MetricTracker
 
 from lightning_rob.metrics import (
     GradientSpread,
@@ -138,61 +136,11 @@ def test_merges_copies_and_resets(name):
     check(first, expected(name, ALL[5:9]))
 
 
-@every_metric
-def test_counts_in_inference_mode_and_continues_outside(name):
-    metric = METRICS[name][0]()
-    with torch.inference_mode():
-        metric.update(*(part.clone() for part in part_of(name, ALL[:20])))
-    metric.update(*part_of(name, ALL[20:]))
-    check(metric, expected(name, ALL))
-
-
 @pytest.mark.parametrize("name", [name for name in METRICS if name != "per_image"])
 def test_without_images_it_is_nan(name):
     found = numbers(updated(name, ALL[:0]).compute()).tolist()
     found = found[:-3] if name == "transferability" else found  # the counts are 0
     assert all(math.isnan(value) for value in found)
-
-
-@pytest.mark.parametrize("name", ["robust_accuracy", "selective", "gradient_spread"])
-def test_plots(name):
-    figure, axes = updated(name, ALL).plot()
-    figure.canvas.draw()
-    assert axes.lines
-    plt.close("all")
-
-
-@every_metric
-def test_a_tracker_and_a_collection_take_it(name):
-    tracker = MetricTracker(METRICS[name][0]())
-    for rows in ALL.split(20):
-        tracker.increment()
-        tracker.update(*part_of(name, rows))
-    assert tracker.n_steps == 2
-    assert isinstance(tracker.maximize, bool)
-    collection = MetricCollection({name: METRICS[name][0]()})
-    collection.update(*part_of(name, ALL))
-    assert set(collection.compute())
-
-
-@every_metric
-def test_lengths_that_differ_are_refused(name):
-    first, *others = part_of(name, ALL)
-    if others:
-        with pytest.raises(ValueError, match=r"must be|need labels"):
-            METRICS[name][0]().update(first, *(part[:10] for part in others))
-
-
-@every_metric
-def test_no_graph_is_kept(name):
-    metric = METRICS[name][0]()
-    batch = [
-        part.requires_grad_() if part.is_floating_point() else part for part in part_of(name, ALL)
-    ]
-    metric.update(*batch)
-    states = [getattr(metric, state) for state in metric._defaults]
-    tensors = [t for state in states for t in (state if isinstance(state, list) else [state])]
-    assert not any(tensor.requires_grad for tensor in tensors)
 
 
 SHARES = (torch.arange(0, COUNT, 2), torch.arange(1, 20, 2))

@@ -17,16 +17,8 @@ def test_alexnet_has_an_mce_of_one():
     assert corruption_error(own, ALEXNET_ERRORS) == pytest.approx(1)
 
 
-@pytest.mark.parametrize(
-    ("errors", "reference", "message"),
-    [
-        ({}, None, "errors of each corruption, got {}"),
-        ({"fog": []}, None, "errors of each corruption"),
-        (ERRORS, {"fog": 0.5}, "errors of fog, not of fog, snow"),
-        ({"fog": [0.1, 0.2]}, {"fog": 0.5}, r"mCE needs the severities 1 to 5, got \[2\]"),
-        ({"fog": ERRORS["fog"]}, {"fog": 0.0}, "must be positive, got {'fog': 0.0}"),
-    ],
-)
-def test_refuses(errors, reference, message):
-    with pytest.raises(ValueError, match=message):
-        corruption_error(errors, reference)
+def test_refuses():
+    with pytest.raises(ValueError, match="errors of fog, not of fog, snow"):
+        corruption_error(ERRORS, {"fog": 0.5})
+    with pytest.raises(ValueError, match=r"mCE needs the severities 1 to 5, got \[2\]"):
+        corruption_error({"fog": [0.1, 0.2]}, {"fog": 0.5})

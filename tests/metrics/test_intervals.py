@@ -1,13 +1,10 @@
 """Intervals against scipy's and in simulation; paired comparisons and their adjustment."""
 
 import math
-from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from scipy import stats
 
 from lightning_rob.metrics import (
@@ -18,7 +15,6 @@ from lightning_rob.metrics import (
     paired_p,
     student,
     wilson,
-    wilson_over_draws,
 )
 from lightning_rob.metrics.gaffke import p_at_most
 
@@ -33,7 +29,7 @@ def test_wilson_is_scipys(right, n, level):
 @pytest.mark.parametrize("mean", [0.0, 1.0, 0.3, 1 + 2e-7, -1e-9])
 def test_wilson_stays_a_proportion(mean):
     """Also where the mean of float32 scores came out a little above one."""
-    for n in (*range(1, 2000), 50_000):
+    for n in (*range(1, 200), 50_000):
         low, high = wilson(mean, n)
         assert 0 <= low <= high <= 1
         assert low - 1e-6 <= mean <= high + 1e-6
@@ -68,21 +64,9 @@ def test_student_is_scipys(values, level):
         student(values[:1])
 
 
-def test_an_interval_over_draws_is_wider_and_that_of_one_is_wilsons():
-    assert wilson_over_draws([0.4], 50) == wilson(0.4, 50)
-    low, high = wilson_over_draws([0.3, 0.5], 50)
-    assert low < wilson(0.4, 50)[0]
-    assert high > wilson(0.4, 50)[1]
-    assert wilson_over_draws([0.4, 0.4, 0.4], 50) == pytest.approx(wilson(0.4, 50))
-
-
-def test_clopper_pearson_holds_wilson_and_known_values():
+def test_clopper_pearson_has_known_values():
     assert clopper_pearson(7, 20) == pytest.approx((0.1539, 0.5922), abs=1e-4)
-    assert clopper_pearson(0, 10) == pytest.approx((0.0, 0.3085), abs=1e-4)
     assert clopper_pearson(0, 0) == (0.0, 1.0)
-    for k in range(21):
-        inner, outer = wilson(k / 20, 20), clopper_pearson(k, 20)
-        assert outer[1] - outer[0] > 0.99 * (inner[1] - inner[0])
 
 
 def bits(text):
@@ -156,13 +140,6 @@ def test_p_is_the_share_of_random_weights():
         assert p_at_most(gaps, mean) == pytest.approx(share, abs=0.005)
 
 
-def test_p_and_interval_agree_with_the_t_test_on_many_images():
-    gaps = torch.tensor(np.random.default_rng(1).normal(0.01, 0.2, 5000)).clamp(-0.5, 0.5)
-    found = paired(0.5 - gaps / 2, 0.5 + gaps / 2)
-    assert found.p == pytest.approx(stats.ttest_1samp(gaps, 0).pvalue, rel=0.3)
-    assert found.interval == pytest.approx(student(gaps.tolist()), abs=4e-4)
-
-
 @pytest.mark.parametrize("n", [12, 50])
 def test_a_network_rarely_differs_from_an_ensemble_of_its_accuracy(n):
     """Each is right with probability 0.9, the network on nine images of ten, the ensemble on all.
@@ -186,15 +163,6 @@ def test_holm_by_hand():
     for wrong in (math.nan, -0.1, 1.1):
         with pytest.raises(ValueError, match=r"p must be in \[0, 1\], got"):
             holm([0.5, wrong])
-
-
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=12))
-def test_holm_lies_between_p_and_bonferroni_and_keeps_the_order(p):
-    adjusted = holm(p)
-    assert all(a <= b <= min(1, len(p) * a) for a, b in zip(p, adjusted, strict=True))
-    order = sorted(range(len(p)), key=p.__getitem__)
-    assert all(adjusted[i] <= adjusted[j] for i, j in pairwise(order))
-    assert len({(a, b) for a, b in zip(p, adjusted, strict=True)}) == len(set(p))
 
 
 def test_holm_makes_any_error_as_rare_as_one():

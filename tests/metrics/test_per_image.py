@@ -19,14 +19,6 @@ def test_table_is_sorted_by_image_and_an_image_seen_twice_counts_once():
         assert torch.equal(found, expected)
 
 
-def test_table_keeps_what_is_changed_afterwards():
-    table, scores = PerImage(1), torch.tensor([[0.25], [0.5]])
-    table.update(torch.tensor([0, 1]), scores)
-    found = table.compute()[1]
-    found += 1
-    assert scores.tolist() == [[0.25], [0.5]]
-
-
 @pytest.mark.parametrize("columns", [1, 2])
 @pytest.mark.parametrize("images", [None, 0, 1])
 def test_table_of_one_image_or_none(columns, images):

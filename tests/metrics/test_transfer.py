@@ -1,13 +1,9 @@
 """Transfer between members: orientation, expectation, ranking."""
 
-import math
-
 import pytest
 import torch
 
 from lightning_rob.metrics import (
-    Transferability,
-    TransferMatrix,
     transfer_matrix,
     transfer_ranking,
     transferability,
@@ -52,15 +48,6 @@ def test_rows_are_the_sources_and_count_only_what_fools_them():
     assert matrix.tolist() == [[1.0, pytest.approx(2 / 3)], [0.5, 1.0]]
 
 
-def test_a_source_that_is_never_fooled_has_no_share():
-    y = torch.tensor([0, 1])
-    predicted = {(0, 0): [0, 1], (1, 0): [1, 1], (0, 1): [1, 1], (1, 1): [1, 0]}
-    matrix, counts = transferability(sure(predicted, 2), y)
-    assert matrix[0].isnan().all()
-    assert matrix[1].tolist() == [0.5, 1.0]
-    assert counts.tolist() == [0, 2]
-
-
 def test_random_members_are_expectations():
     """The mean over many plays, in which each member draws for itself."""
     p, y = predictions(members=3, count=6, classes=3)
@@ -75,22 +62,6 @@ def test_random_members_are_expectations():
             share = (own * fooled[target, source]).sum() / own.sum()
             assert found.matrix[source, target].item() == pytest.approx(share.item(), abs=0.01)
     assert found.matrix.diagonal().tolist() == pytest.approx([1.0] * 3)
-
-
-def test_one_member():
-    p, y = predictions(members=1)
-    metric = Transferability(1)
-    metric.update(p, y)
-    assert transferability(p, y).matrix.tolist() == [[1.0]]
-    assert metric.compute().matrix.item() == 1
-    assert transfer_ranking(torch.tensor([[0.5]])) == [0]
-
-
-@pytest.mark.parametrize("kind", [TransferMatrix, Transferability])
-def test_another_number_of_members(kind):
-    p, y = predictions(2)
-    with pytest.raises(ValueError, match=r"must be \[3, 3, B, K\], got \[2, 2, 40, 5\]"):
-        kind(3).update(p, y)
 
 
 def test_ranked_by_the_accuracy_of_the_others():
@@ -109,9 +80,3 @@ def test_equals_are_ranked_by_their_order():
     assert transfer_ranking(accuracy) == [0, 1, 2, 3]
     accuracy[0, 3] -= 0.01
     assert transfer_ranking(accuracy) == [3, 0, 1, 2]
-
-
-@pytest.mark.parametrize("wrong", [torch.zeros(2, 3), torch.zeros(2), torch.full((2, 2), math.nan)])
-def test_what_cannot_be_ranked(wrong):
-    with pytest.raises(ValueError, match=r"accuracy must be \[M, M\] and known, got \["):
-        transfer_ranking(wrong)

@@ -20,9 +20,7 @@ def test_each_bat_member_is_trained_on_images_of_the_members_before_it():
     module = BAT(TinyNet, spy, epochs=1, members=3, probs=[0.6, 0.3, 0.1])
     for module.stage in range(3):
         module.loss(*batch())
-        module.loss(*batch())
-    targets, again = ([target for target, _ in spy.calls[start::2]] for start in (0, 1))
-    assert all(a is b for a, b in zip(targets, again, strict=True))  # built once a stage
+    targets = [target for target, _ in spy.calls]
     members = list(module.members)
     assert [t.classifiers for t in targets] == [members[:1], members[:1], members[:2]]
     torch.testing.assert_close(targets[2].weights, torch.tensor([2 / 3, 1 / 3]))
@@ -83,24 +81,6 @@ def test_barre_without_images_to_search_or_with_probabilities_is_refused():
         quiet_trainer(max_epochs=2).fit(module, loader, loader)
 
 
-def test_only_the_member_in_training_is_optimised():
-    module = BAT(TinyNet, Spy(), epochs=[1, 1], members=2)
-    module.stage = 1
-    optimizer = module.configure_optimizers()["optimizer"]
-    assert set(optimizer.param_groups[0]["params"]) == set(module.members[1].parameters())
-    module.loss(*batch()).backward()
-    assert all(p.grad is None for p in module.members[0].parameters())
-    assert all(p.grad is not None for p in module.members[1].parameters())
-
-
-def test_the_defense_is_the_ensemble_of_the_members_started():
-    module = BAT(TinyNet, Spy(), epochs=1, members=2, probs=[0.8, 0.2])
-    assert module.defense.classifiers == [module.members[0]]
-    module.stage = 1
-    assert module.defense.classifiers == list(module.members)
-    torch.testing.assert_close(module.defense.weights, torch.tensor([0.8, 0.2]))
-
-
 def test_members_start_from_checkpoints(tmp_path):
     net = TinyNet()
     nn.init.constant_(net.last.bias, 5.0)
@@ -117,9 +97,6 @@ def test_members_start_from_checkpoints(tmp_path):
     [
         ({"epochs": [1]}, "epochs must be a count for each of 2 members"),
         ({"epochs": [0, 1]}, "members \\[0\\] .* 0 epochs and no checkpoint"),
-        ({"epochs": 0}, "epochs must be"),
-        ({"probs": [1.0]}, "2 members need 2 probs"),
-        ({"probs": [1.2, -0.2]}, "must not be negative"),
         ({"checkpoints": [None]}, "checkpoints must be one per member"),
     ],
 )

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from lightning_rob.attacks import PGD
 from lightning_rob.modules import DVERGE
-from lightning_rob.modules.dverge import distil, feature_layers, features
+from lightning_rob.modules.dverge import distil, features
 from lightning_rob.nets import ResNet20
 from lightning_rob.threat import Threat
 from tests.modules.support import ConvNet, Spy, batch
@@ -18,19 +18,6 @@ from tests.tiny import TinyNet
 
 def distance(net, layer, a, b):
     return (features(net, layer, a) - features(net, layer, b)).square().sum(1).detach()
-
-
-@pytest.mark.parametrize("layer", ["", "1", "2"])
-def test_distilled_images_come_near_the_target_in_features_and_stay_at_the_source(layer):
-    torch.manual_seed(0)
-    net = ConvNet(nn.ReLU).eval()
-    source, target = batch(6)[0], torch.rand(6, 3, 8, 8)
-    z = distil(net, layer, source, target)
-    assert (z - source).abs().amax() <= 0.07 + 1e-6
-    assert z.min() >= 0 and z.max() <= 1
-    before, after = (distance(net, layer, a, target) for a in (source, z))
-    assert (after < before).all()
-    assert after.sum() < 0.8 * before.sum()
 
 
 def test_distillation_takes_steps_of_its_gradients_sign():
@@ -46,30 +33,12 @@ def test_distillation_takes_steps_of_its_gradients_sign():
     torch.testing.assert_close(distil(net, "first", x, target, 0.07, 3, 0.03), z)
 
 
-def test_layers_are_activations_and_the_logits():
-    assert feature_layers(ConvNet()) == ["2", ""]
-    assert len(feature_layers(ResNet20())) == 20  # as many as the authors choose from
-
-
 def test_features_of_an_activation_are_its_input():
     net = nn.Sequential(nn.Flatten(), nn.Linear(192, 5), nn.ReLU(inplace=True))
     x, _ = batch()
     torch.testing.assert_close(features(net, "2", x), net[1](x.flatten(1)))
     assert (features(net, "2", x) < 0).any()
     assert not net[2]._forward_pre_hooks
-
-
-def test_features_of_a_layer_that_is_not_called():
-    net = TinyNet()
-    net.idle = nn.Linear(1, 1)
-    with pytest.raises(ValueError, match="TinyNet does not call its layer 'idle'"):
-        features(net, "idle", batch()[0])
-
-
-def test_layers_that_the_network_does_not_have():
-    for layers in (["first", "last2"], []):
-        with pytest.raises(ValueError, match="layers must be of"):
-            DVERGE(TinyNet, layers=layers)
 
 
 def test_each_epoch_has_its_layer(monkeypatch):
@@ -117,7 +86,7 @@ def test_one_optimizer_on_the_sum_is_an_optimizer_for_each_member():
 
 def test_adversarial_training_beside_it_attacks_each_member_alone():
     spy = Spy()
-    module = DVERGE(TinyNet, members=2, layers=["first"], diversity_weight=0.25, attack=spy)
+    module = DVERGE(TinyNet, members=2, layers=["first"], attack=spy)
     module.eval()
     x, y = batch()
     torch.manual_seed(1)
@@ -127,7 +96,7 @@ def test_adversarial_training_beside_it_attacks_each_member_alone():
     target = x[torch.randperm(len(x))]
     diversity = sum(by_hand(module.members, x, y, target, "first"))
     adversarial = sum(F.cross_entropy(m(torch.ones_like(x)), y) for m in module.members)
-    torch.testing.assert_close(loss, 0.25 * diversity + adversarial)
+    torch.testing.assert_close(loss, diversity + adversarial)
 
 
 def test_warming_up_is_clean_training():
@@ -136,20 +105,6 @@ def test_warming_up_is_clean_training():
     x, y = batch()
     clean = sum(F.cross_entropy(m(x), y) for m in module.members)
     torch.testing.assert_close(module.loss(x, y), clean)
-
-
-def test_a_convolution_before_batch_norm_is_not_folded():
-    torch.manual_seed(0)
-    net = ConvNet()
-    for _ in range(3):
-        net(torch.rand(8, 3, 8, 8))  # statistics that folding would move into the convolution
-    source, target = torch.rand(2, 4, 3, 8, 8)
-    found = distil(net, "0", source, target, eps=1.0, steps=30, step_size=0.05)
-    net.eval()
-    far, near = (
-        (features(net, "0", z) - features(net, "0", target)).norm() for z in (source, found)
-    )
-    assert near < 0.2 * far
 
 
 @pytest.mark.parametrize("layer", ["", "relu1", "layer1.0.conv1"])

@@ -92,29 +92,9 @@ def test_training_is_the_plain_loop(norm, replays, targeted, options, tmp_path):
         assert same_weights(target.state_dict(), first.state_dict())
 
 
-def test_a_target_whose_checkpoint_is_missing():
-    module = FreeTraining(TinyNet, Threat("linf", EPS), attack_target="nowhere.ckpt").double()
-    with pytest.raises(FileNotFoundError, match=r"nowhere\.ckpt"):
-        fit(module, DataLoader(images(), batch_size=8), 1)
-
-
-def test_a_replay_is_a_step_and_a_batch_a_global_step():
-    module = FreeTraining(TinyNet, Threat("linf", EPS), 4).double()
-    fit(module, DataLoader(images(), batch_size=8), 2)
-    assert module.trainer.global_step == 6
-    assert int(module.defense.net.norm.num_batches_tracked) == 24
-
-
 def test_black_and_white_pixels_are_perturbed_too():
     """The derivative of torch.clamp is 0 at its bounds."""
     pairs = [((x > 0.5).double(), y, i) for x, y, i in images(8)]
     module = FreeTraining(TinyNet, Threat("linf", EPS), 1).double()
     fit(module, DataLoader(pairs, batch_size=8), 1)
     assert (module.delta != 0).float().mean() > 0.9
-
-
-def test_arguments_that_do_not_fit():
-    with pytest.raises(ValueError, match="replays must be at least 1, got 0"):
-        FreeTraining(TinyNet, Threat("linf", EPS), 0)
-    with pytest.raises(ValueError, match="FreeTraining is for a radius in pixel units"):
-        FreeTraining(TinyNet, Threat("l2", 0.3, relative=True))

@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from torch import nn
 
 from lightning_rob.defenses import Ensemble
 from lightning_rob.modules import ADP, GAL, TRS
-from lightning_rob.modules.joint import losses_and_gradients
 from lightning_rob.threat import Threat
 from tests.modules.support import Spy, batch
 from tests.tiny import TinyNet
@@ -33,30 +31,3 @@ def test_the_attack_is_on_the_ensemble_and_the_loss_on_its_images(kind):
     assert [defense for defense, _ in spy.calls] == [module.defense]
     module.attack = None
     torch.testing.assert_close(loss, module.loss(torch.ones_like(x), y))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"members": 1}, "members must be at least 2 to be trained jointly, got 1"),
-        ({"probs": [1.0]}, "3 members need 3 probs"),
-        ({"checkpoints": ["a.pt"]}, "checkpoints must be one per member"),
-    ],
-)
-def test_arguments_that_do_not_fit(options, message):
-    with pytest.raises(ValueError, match=message):
-        ADP(TinyNet, **options)
-
-
-def test_gradients_are_per_member_and_per_image():
-    members = [TinyNet().eval(), TinyNet().eval()]
-    x, y = batch(3)
-    x.requires_grad_()
-    losses, gradients = losses_and_gradients(members, x, y)
-    for m, member in enumerate(members):
-        for b in range(3):
-            alone = x[b : b + 1].detach().requires_grad_()
-            loss = nn.functional.cross_entropy(member(alone), y[b : b + 1])
-            loss.backward()
-            torch.testing.assert_close(losses[m, b], loss)
-            torch.testing.assert_close(gradients[m, b], alone.grad.flatten())

@@ -5,7 +5,6 @@ import sys
 import pytest
 import torch
 import yaml
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.cli import LightningCLI
 from torch import nn
@@ -15,8 +14,7 @@ from lightning_rob import PGD, Threat
 from lightning_rob.defenses import RandomTransforms
 from lightning_rob.modules import AdversarialTraining, RobustModule, TransformTraining
 from lightning_rob.transforms import GaussianNoise
-from tests.modules.test_contract import losses, method
-from tests.tiny import Blobs, TinyNet, quiet_trainer, run
+from tests.tiny import Blobs, TinyNet, quiet_trainer
 
 
 class Pairs(LightningDataModule):
@@ -35,27 +33,6 @@ class Pairs(LightningDataModule):
         return DataLoader(self.images, batch_size=24)
 
     test_dataloader = predict_dataloader = val_dataloader
-
-
-class Domains(Pairs):
-    """What DANN learns from: labelled images, and others."""
-
-    def train_dataloader(self):
-        return {"source": super().train_dataloader(), "target": super().train_dataloader()}
-
-
-def data_of(name):
-    kind = Domains if name.endswith("DANN") else Pairs
-    return f"{kind.__module__}.{kind.__name__}"
-
-
-@pytest.mark.parametrize("name", ["BAT", "FreeTraining", "lightning_rob.modules.DANN"])
-def test_methods_train_on_pairs(tmp_path, name):
-    path = method(tmp_path, name, data={"class_path": data_of(name)})
-    run("fit", "--config", path, "--trainer.max_epochs=4", "--trainer.limit_train_batches=2")
-    found = losses(tmp_path)
-    assert len(found) == 4
-    assert torch.tensor(found).isfinite().all()
 
 
 def trainer(folder, *callbacks, **options):
@@ -84,9 +61,6 @@ def test_transform_training_on_pairs_stops_and_ends_with_the_best_weights(tmp_pa
         with torch.no_grad():
             loss = nn.functional.cross_entropy(member.eval()(transform(x)), y)
         assert float(loss) == pytest.approx(min(seen.found[name]), rel=1e-4)
-    stored = TransformTraining(TinyNet, "clean", folder=str(tmp_path))
-    with pytest.raises(MisconfigurationException, match=r"a folder, needs .* data "):
-        trainer(tmp_path).fit(stored, Pairs())
 
 
 def test_a_plain_command_line_of_lightning(tmp_path, monkeypatch):

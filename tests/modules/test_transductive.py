@@ -1,13 +1,9 @@
 """DANN and TADV as ordinary runs: the data they train on, their losses, and how they resume."""
 
-import json
-import signal
-
 import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import nn
 
 from lightning_rob.data.source_target import SourceTargetData
 from lightning_rob.defenses import Single
@@ -18,15 +14,11 @@ from tests.tiny import (
     Blobs,
     TinyDANN,
     TinyNet,
-    pgd,
     quiet_trainer,
     recipe,
-    records,
     refused,
-    robust_eval,
     run,
     same_weights,
-    shell,
     weights,
 )
 
@@ -100,18 +92,6 @@ def test_the_targets_images_change_the_weights_and_its_labels_do_not(
     assert same_weights(weights(uninterrupted / END), weights(tmp_path / END)) == same
 
 
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-def test_a_checkpoint_of_dann_can_be_tested_without_its_recipe(uninterrupted, tmp_path):
-    logger = {"class_path": "TensorBoardLogger"} | {
-        "init_args": {"save_dir": str(tmp_path), "name": "run", "version": 0}
-    }
-    attacked = f"--trainer.callbacks+={json.dumps(robust_eval({'apgd': pgd()}))}"
-    args = ["--ckpt_path", uninterrupted / END, attacked, f"--trainer.logger={json.dumps(logger)}"]
-    run("test", *args, "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false")
-    found = {r["name"]: (r["stage"], r["n"]) for r in records(tmp_path)}
-    assert found["apgd"] == ("test", 33)
-
-
 def test_data_without_a_target_are_refused(tmp_path, capsys):
     file = dann(tmp_path, data={"class_path": "tests.tiny.Blobs"})
     line = refused(capsys, "fit", "--config", file)
@@ -137,46 +117,9 @@ def test_a_run_of_unknown_length_is_refused():
         fit(DANN(TinyDANN), max_epochs=-1)
 
 
-def test_dann_refuses_the_same_arguments_as_the_defense():
-    with pytest.raises(ValueError, match="scale must not be negative, got -1"):
-        DANN(TinyDANN, scale=-1)
-    with pytest.raises(TypeError, match="such as DANNNet: Identity has no features"):
-        DANN(nn.Identity)
-
-
 def test_tadv_is_adversarial_training_with_the_halves_in_the_other_order():
     (x, y), net = batch(), TinyNet()
     other = AdversarialTraining(lambda: net, Spy(), fraction=0.5)
     swapped = torch.arange(8).roll(4)
     expected = other.loss(x[swapped], y[swapped])
     torch.testing.assert_close(half_adversarial(Single(net), x, y, Spy()), expected)
-
-
-@pytest.mark.slow  # test_contract kills a run too
-def test_a_killed_run_of_given_steps_resumes_with_the_same_weights(uninterrupted, tmp_path):
-    """With max_steps and a loader process, where Lightning counts epochs differently."""
-    length = ["--trainer.max_steps=12", "--trainer.max_epochs=-1", "--data.source.workers=1"]
-    args = ["--config", dann(tmp_path), *SAVE, *length]
-    kill = "--trainer.callbacks+={class_path: tests.tiny.KillAt, init_args: {step: 7}}"
-    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # sums round as in this process
-    killed = shell("fit", *args, kill, **threads)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    run("fit", *args, "--ckpt_path", tmp_path / FOLDER / "last.ckpt")
-    ends = (weights(part / FOLDER / "at-step=12.ckpt") for part in (uninterrupted, tmp_path))
-    assert same_weights(*ends)
-
-
-@pytest.mark.slow  # test_ddp fits on two processes
-def test_two_processes_fit_dann_under_attack_and_resume_with_the_same_weights(tmp_path):
-    two = ["--trainer.strategy=ddp", "--trainer.devices=2", "--trainer.max_epochs=2", *SAVE]
-    attacked = {"trainer__callbacks+": [robust_eval({"apgd": pgd()})]}
-    done = shell("fit", "--config", dann(tmp_path / "a", **attacked), *two)
-    assert done.returncode == 0, done.stderr
-    found = records(tmp_path / "a")
-    assert {r["n"] for r in found} == {32}
-    assert [r["step"] for r in found if r["name"] == "apgd"] == [2, 4]  # 20 images each
-    start = tmp_path / "a" / FOLDER / "end-epoch=0.ckpt"
-    again = shell("fit", "--config", dann(tmp_path / "b"), *two, "--ckpt_path", start)
-    assert again.returncode == 0, again.stderr
-    ends = (weights(tmp_path / part / FOLDER / "end-epoch=1.ckpt") for part in "ab")
-    assert same_weights(*ends)

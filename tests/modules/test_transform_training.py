@@ -1,4 +1,4 @@
-"""TransformTraining: early stopping of each sub-model, resumption, and several processes."""
+"""TransformTraining: early stopping of each sub-model, resumption, and two processes."""
 
 import json
 import signal
@@ -101,74 +101,31 @@ def test_a_killed_run_that_is_resumed_gives_the_same_weights(uninterrupted, tmp_
     assert same_weights(weights(uninterrupted / LAST), weights(tmp_path / LAST))
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """A run of two sub-models that are kept in a folder, and the folder."""
-    place = tmp_path_factory.mktemp("finished")
-    folder = str(place / "subs")
-    run("fit", "--config", recipe(place, transforms=["clean", "rotate_90"], folder=folder))
-    return place, folder
-
-
-def test_finished_sub_models_in_the_folder_are_not_trained_again(finished, tmp_path):
-    (place, folder), names = finished, ["rotate_90", "flip_both"]
-    run("fit", "--config", recipe(tmp_path / "b", transforms=names, folder=folder))
-    assert set(losses(tmp_path / "b")) == {"flip_both"}
-    first, second = weights(place / LAST), weights(tmp_path / "b" / LAST)
-    for key in ("first.weight", "norm.running_mean", "last.bias"):
-        assert torch.equal(first[f"members.1.{key}"], second[f"members.0.{key}"])
-    run("fit", "--config", recipe(tmp_path / "c", transforms=["clean", "flip_both"], folder=folder))
-    assert not losses(tmp_path / "c")
-
-
-@pytest.mark.parametrize(
-    ("other", "difference"),
-    [
-        ("--data.train_size=80", "images"),
-        ("--data.labels=3", "images"),  # as many images, of other labels
-        ("--model.epochs=2", "training"),
-        ("--trainer.limit_train_batches=0.5", "training"),
-        ("--model.net.width=9", "net"),
-    ],
-)
-def test_a_sub_model_trained_otherwise_is_not_loaded(tmp_path, finished, capsys, other, difference):
-    file = recipe(tmp_path, transforms=["clean"], folder=finished[1])
-    line = refused(capsys, "fit", "--config", file, other)
-    assert f"clean.pt was trained otherwise ({difference})" in line
-
-
 def test_a_checkpoint_of_other_transformations_is_refused(uninterrupted, tmp_path, capsys):
     file = recipe(tmp_path, transforms=[*NAMES[1:], NAMES[0]])
     line = refused(capsys, "test", "--config", file, "--ckpt_path", uninterrupted / LAST)
     assert "behind other transformations: clean, rotate_90" in line
 
 
-def test_two_processes_train_two_at_a_time_and_both_have_all(uninterrupted, tmp_path):
-    trainer = {"strategy": "ddp", "devices": 2, "max_epochs": -1}
+def test_two_processes_train_together_and_a_test_has_all_sub_models(tmp_path):
+    trainer = {"strategy": "ddp_find_unused_parameters_true", "devices": 2}
     votes = {
         "class_path": "lightning_rob.callbacks.VotingRuleEval",
         "init_args": {"attacks": {"pgd": pgd()}},
     }
     done = two_ranks("fit", "--config", recipe(tmp_path, [votes], trainer), "--test_after_fit=true")
     assert done.returncode == 0, done.stderr
-    found = losses(tmp_path)
-    assert set(found) == set(NAMES)
-    assert len(found["clean"]) == len(found["rotate_90"])
-    # Each sub-model is trained on all images: its first epoch is that of one process.
-    assert found["clean"][0] == pytest.approx(losses(uninterrupted)["clean"][0], rel=1e-4)
-    assert saved_state(tmp_path)["processes"] == 2
+    assert set(losses(tmp_path)) == set(NAMES)
     lines = (tmp_path / "run/version_0/votes.jsonl").read_text().splitlines()
     tested = [r for r in map(json.loads, lines) if r["stage"] == "test"]
     assert {r["n"] for r in tested} == {33}
     clean = [r["accuracy"] for r in tested if (r["name"], r["rule"]) == ("clean", "RD")]
-    assert clean[0] > 0.8  # a sub-model that rank 0 had not received would be right on one in four
+    assert clean[0] > 0.8
 
 
 @pytest.mark.parametrize(
     ("options", "args", "message"),
     [
-        ({"epochs": 0}, [], "epochs must be at least 1, got 0"),
-        ({"patience": 0}, [], "patience must be at least 1, got 0"),
         ({"transforms": ["rotate_91"]}, [], "no transformation 'rotate_91', did you mean"),
         ({}, ["--trainer.max_epochs=4"], "trainer.max_epochs must be at least 9"),
         ({}, ["--trainer.limit_val_batches=0"], "validate after every epoch"),

@@ -8,7 +8,6 @@ import torch
 from lightning_rob.transforms import (
     JPEG,
     ColorPrecision,
-    Crop,
     Gamma,
     GrayOneChannel,
     HorizontalFlip,
@@ -17,16 +16,9 @@ from lightning_rob.transforms import (
 )
 from lightning_rob.transforms.base import ROUNDING, Transform, clip, soft_modulo, soft_round
 from lightning_rob.transforms.pool import pool
-from lightning_rob.transforms.pool.filters import Edges
 from tests.transforms.inputs import generator, images
 
 T = torch.linspace(-3.2, 3.2, 1281, dtype=torch.float64)
-
-
-def test_frozen_with_strength_and_probability():
-    assert (Gamma(0.125, p=0.25).alpha, Gamma(p=0.25).p, Gamma().p) == (0.125, 0.25, 1.0)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Gamma().p = 0.5
 
 
 @pytest.mark.parametrize(
@@ -35,12 +27,8 @@ def test_frozen_with_strength_and_probability():
         (lambda: Gamma(p=1.5), r"p must be in \[0, 1\], got 1.5"),
         (lambda: Gamma((0.1, 0.2)), r"alpha must be in \[0, 1\], got \(0.1, 0.2\)"),
         (lambda: JPEG(quality=50), r"quality must be a range within \[1, 100\], got 50"),
-        (lambda: Gamma(alpha=-0.5), r"alpha must be in \[0, 1\], got -0.5"),
         (lambda: GrayOneChannel(mixed=1), r"mixed must be of \(2, 3\), got 1"),
-        (lambda: Edges("canny"), r"kind must be of \('sobel', .*, got 'canny'"),
-        (lambda: JPEG(quality=(0, 9)), r"quality must be a range within \[1, 100\], got \(0, 9\)"),
         (lambda: ColorPrecision(steps=[9, 8]), r"steps must be a range within \[1, 255\]"),
-        (lambda: Crop(sides=(0.5, 1.5)), r"sides must be a range within \[0, 1\]"),
         (lambda: Swirl(radius=(1,)), r"radius must be a range within \[0, inf\], got \(1,\)"),
         (lambda: Swirl(strength=(2, 1)), r"strength must be a range within"),
     ],
@@ -69,12 +57,13 @@ def test_an_image_with_a_nan_is_returned_unchanged():
     assert (gradient[2] == 0).all()  # clamped
 
 
-@pytest.mark.parametrize("name", ["channels", "limits", "odd", "sample"])
-def test_an_argument_must_not_hide_a_name_of_the_class(name):
-    own = {"__annotations__": {name: int}, name: 3, "apply": lambda self, x: x}
-    mine = dataclasses.dataclass(frozen=True)(type("Mine", (Transform,), own))
-    with pytest.raises(TypeError, match=f"Mine has an argument '{name}', which every transform"):
-        mine()
+def test_an_argument_must_not_hide_a_name_of_the_class():
+    @dataclasses.dataclass(frozen=True)
+    class Mine(Broken):
+        channels: int = 3
+
+    with pytest.raises(TypeError, match="Mine has an argument 'channels', which every transform"):
+        Mine()
 
 
 @pytest.mark.parametrize("x", [torch.rand(3, 8, 8), torch.zeros(1, 3, 8, 8, dtype=torch.uint8)])

@@ -108,7 +108,7 @@ def test_boxes_to_erase():
     assert abs((ratio < 1).double().mean() - 0.5) < 0.06
 
 
-@pytest.mark.parametrize("largest", [0.5, 1.0, 2.0, 4.0])
+@pytest.mark.parametrize("largest", [0.5, 4.0])
 def test_summed_quantile_is_the_quantile(largest):
     u, rate = torch.rand(2, 100_000, generator=generator(), dtype=torch.float64)
     u[:4] = torch.tensor([0.0, 1.0, 2.0**-24, 1 - 2.0**-24])
@@ -122,17 +122,6 @@ def test_what_noise_does():
     for kind in (GaussianNoise, UniformNoise, PoissonNoise):
         assert torch.equal(kind(0.3)(X, noise), (X + noise).clamp(0, 1))
     assert torch.equal(SpeckleNoise(0.3)(X, noise), (X * noise).clamp(0, 1))
-
-
-def test_summed_quantile_in_single_precision():
-    """Up to the largest number below one, as in double precision."""
-    u = 1 - 2.0 ** -torch.arange(1.0, 25.0)
-    rate = torch.full_like(u, 4.0)
-    assert torch.equal(
-        summed_poisson_quantile(u, rate, 4.0).double(),
-        summed_poisson_quantile(u.double(), rate.double(), 4.0),
-    )
-    assert float(summed_poisson_quantile(u, rate, 4.0)[-1]) < 20
 
 
 def test_poisson_mean_and_variance():

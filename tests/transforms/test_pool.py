@@ -65,14 +65,10 @@ def test_chosen_by_draw():
     ("names", "message"),
     [
         ("rotate_91", "no transformation 'rotate_91', did you mean rotate_90"),
-        ("sobel", "did you mean .*filter_sobel"),
         ("15r", "there are 14 reversible ones to draw from, got 15"),
         ("14r+59i", "there are 58 irreversible ones to draw from, got 59"),
         ("28i+14r", "no transformation '28i\\+14r'"),
-        ("14x", "no transformation '14x'"),
-        ("", "no transformation ''"),
         (["rotate_90", "+"], "no transformation '\\+'"),
-        ("14r+", "no transformation '14r\\+'"),
         ([], "no transformations asked for"),
     ],
 )

@@ -11,10 +11,7 @@ from skimage import filters, restoration, util
 from skimage.morphology import disk
 
 from lightning_rob.transforms.pool import pool
-from lightning_rob.transforms.pool.filters import (
-    Cartoon,
-    Rank,
-)
+from lightning_rob.transforms.pool.filters import Cartoon
 from tests.transforms.inputs import INNER, X, close, digits, planes
 
 POOL = pool()
@@ -51,8 +48,6 @@ def test_ranks_are_those_of_scipy():
     }
     for name, function in functions.items():
         assert torch.equal(POOL[f"filter_{name}"](X), planes(function))
-    with pytest.raises(ValueError, match=r"place must be in \[0, 8\], got 9"):
-        Rank(9)
 
 
 @pytest.mark.parametrize("side", [20, 3])  # across the whole image and more

@@ -9,15 +9,7 @@ import torch
 from PIL import Image
 from skimage import color, util
 
-from lightning_rob.nets.normalize import USUAL
 from lightning_rob.transforms.pool import pool
-from lightning_rob.transforms.pool.intensity import (
-    DEFAULT_STATISTICS,
-    CompressJPEG,
-    CompressPNG,
-    NormalizeFeature,
-    Quantize,
-)
 from tests.transforms.inputs import X, close, digits, generator, images, streams
 
 POOL = pool()
@@ -38,14 +30,9 @@ def test_normalized_by_the_image():
 def test_normalized_by_fixed_numbers():
     grey = POOL["augment_featurewise_std_norm"](X[:, :1])
     assert close(grey, ((X[:, :1] - 0.1307) / 0.3081).clamp(0, 1))
-    y = NormalizeFeature([0.5, 0.4, 0.3], [0.2, 0.2, 0.1])(X)
-    expected = torch.stack([(X[:, 0] - 0.5) / 0.2, (X[:, 1] - 0.4) / 0.2, (X[:, 2] - 0.3) / 0.1], 1)
-    assert close(y, expected.clamp(0, 1))
-    assert DEFAULT_STATISTICS == USUAL
-    with pytest.raises(ValueError, match="images of 2 channels need as many in mean and std"):
-        NormalizeFeature()(X[:, :2])
-    with pytest.raises(ValueError, match=r"std must be positive, got \[0.0\]"):
-        NormalizeFeature([0.5], [0.0])
+    color = POOL["augment_featurewise_std_norm"](X)
+    mean, std = torch.tensor([[0.4914, 0.4822, 0.4465], [0.2471, 0.2435, 0.2616]])[..., None, None]
+    assert close(color, ((X - mean) / std).clamp(0, 1))
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -70,8 +57,6 @@ def test_few_colors_are_kept():
     x = torch.tensor([0.0, 0.25, 0.5, 1.0])[torch.randint(4, (1, 1, 8, 8))]
     assert close(drawn("quantize_4_colors", x), x, 1e-4)
     assert close(drawn("quantize_8_colors", x), x, 1e-4)
-    with pytest.raises(ValueError, match=r"colors must be in \[1, inf\], got 0"):
-        Quantize(0)
     with pytest.raises(ValueError, match="1 or 3 channels"):
         drawn("quantize_4_colors", torch.rand(1, 2, 8, 8))
 
@@ -131,8 +116,6 @@ def test_jpeg_is_nearly_that_of_pillow():
         assert (y - true).norm() < 0.6 * (true - DIGITS).norm()
         losses.append((y - DIGITS).square().mean())
     assert losses == sorted(losses)
-    with pytest.raises(ValueError, match=r"quality must be in \[1, 100\], got 0"):
-        CompressJPEG(0)
 
 
 def test_png_rounds_to_eight_bits_at_any_level():
@@ -141,8 +124,6 @@ def test_png_rounds_to_eight_bits_at_any_level():
     assert (y - X).abs().max() <= 0.5 / 255 + 1e-12
     for level in (5, 8):
         assert torch.equal(POOL[f"compress_png_compression_{level}"](X), y)
-    with pytest.raises(ValueError, match=r"level must be in \[0, 9\], got 10"):
-        CompressPNG(10)
 
 
 @pytest.mark.parametrize("name", ["augment_samplewise_std_norm", "augment_featurewise_std_norm"])

@@ -50,7 +50,7 @@ def test_shifts_by_four_of_28_pixels():
         assert torch.equal(shift(x), torch.where(inside, rolled, 0))
         assert torch.equal(shift.kept(x), inside.roll((-down, -right), (0, 1)))
         assert int(shift.kept(x).sum()) == (28 - abs(down)) * (28 - abs(right))
-    with pytest.raises(ValueError, match=r"rows must be a share in \(-1, 1\), got 4"):
+    with pytest.raises(ValueError, match=r"rows must be in \[-1, 1\], got 4"):
         Shift(rows=4)
 
 

@@ -16,7 +16,6 @@ from lightning_rob.data.base import IndexedSubset
 from lightning_rob.randomness import derive_seed
 from lightning_rob.transforms import Bilateral, Transform, catalogue, named
 from lightning_rob.transforms.bpda import (
-    held_out,
     load_approximation,
     place_of,
     save_approximation,
@@ -44,29 +43,24 @@ def run(config: BpdaConfig, data: ImageData, implied: Mapping[str, Any] | None) 
     usable = {name: t for name, t in transforms.items() if name not in skipped}
     paths = {name: place_of(folder, t, images.shape[1:]) for name, t in usable.items()}
     missing = {name: usable[name] for name, path in paths.items() if not path.exists()}
-    steps = config.epochs * (len(images) - held_out(len(images)))
-    with tqdm(total=len(missing) * steps, unit="img", disable=not missing) as bar:
-        for name, transform in missing.items():
-            bar.set_description(name)
-            began = time.perf_counter()
-            # Each network has its own stream, so it does not depend on the others of the run.
-            seed = derive_seed(config.seed, *paths[name].name.encode())
-            generator = torch.Generator().manual_seed(seed)
-            trained = train_bpda(
-                transform, images, config.epochs, generator=generator, progress=bar.update
-            )
-            save_approximation(
-                folder,
-                transform,
-                images.shape[1:],
-                trained.net.cpu(),
-                error=trained.error,
-                identity=trained.identity,
-                seconds=time.perf_counter() - began,
-                epochs=config.epochs,
-                images=len(images),
-                seed=config.seed,
-            )
+    for name, transform in tqdm(missing.items(), "networks", disable=not missing):
+        began = time.perf_counter()
+        # Each network has its own stream, so it does not depend on the others of the run.
+        seed = derive_seed(config.seed, *paths[name].name.encode())
+        generator = torch.Generator().manual_seed(seed)
+        trained = train_bpda(transform, images, config.epochs, generator=generator)
+        save_approximation(
+            folder,
+            transform,
+            images.shape[1:],
+            trained.net.cpu(),
+            error=trained.error,
+            identity=trained.identity,
+            seconds=time.perf_counter() - began,
+            epochs=config.epochs,
+            images=len(images),
+            seed=config.seed,
+        )
     print_table({name: load_approximation(path)[1] for name, path in paths.items()})
     for reason in skipped.values():
         print(f"Skipped: {reason}")

@@ -84,17 +84,11 @@ def run(config: CompareConfig) -> None:
 
 
 def _read(path: Path) -> ResultFile:
-    if not path.is_dir():
-        return read_result_file(path)
-    files = sorted(str(file) for file in path.rglob("*.csv") if file.parent.name == "images")
-    if len(files) == 1:
-        return read_result_file(Path(files[0]))
-    if files:
-        raise ValueError(f"{path} is a folder: name a record in it, {' or '.join(files)}")
-    raise ValueError(
-        f"{path} has no record images/*.csv to compare: attack a checkpoint first, "
-        "lightning-rob test CHECKPOINT --trainer.callbacks+=adaptive_pgd"
-    )
+    if path.is_dir():
+        files = sorted(str(file) for file in path.rglob("images/*.csv"))
+        named = " or ".join(files) or "but `lightning-rob test` has left none there"
+        raise ValueError(f"{path} is a folder: name a record in it, {named}")
+    return read_result_file(path)
 
 
 def compared(pairs: Sequence[Pair]) -> list[Comparison]:
@@ -179,9 +173,7 @@ def _legend(found: Sequence[Comparison]) -> str:
     return f"{legend}; lost, won: images whose score fell, rose"
 
 
-def print_comparison(
-    title: str, found: Sequence[Comparison], console: Console | None = None
-) -> None:
+def print_comparison(title: str, found: Sequence[Comparison]) -> None:
     """Print a table of comparisons."""
     table = Table(title=escape(visible(title)), caption=_legend(found), **STYLE)
     # on a narrow terminal names and intervals take several lines, and no number is cut
@@ -190,7 +182,7 @@ def print_comparison(
         table.add_column(name, justify="right", no_wrap="interval" not in name)
     for comparison in found:
         table.add_row(escape(visible(comparison.name)), *_cells(comparison))
-    (console or Console()).print(table)
+    Console().print(table)
 
 
 def markdown(

@@ -1,11 +1,13 @@
 """A trained module as a folder, as the Hugging Face hub holds it: weights, recipe, model card."""
 
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
 from safetensors.torch import save
 from torch import Tensor
 
@@ -13,6 +15,7 @@ from lightning_rob.callbacks.loggers import run_folder
 from lightning_rob.commands.base import Run
 from lightning_rob.commands.checkpoints import RECIPE, SAVED, read_checkpoint
 from lightning_rob.commands.report.blocks import (
+    WHOLE,
     Block,
     Heading,
     Paragraph,
@@ -20,7 +23,7 @@ from lightning_rob.commands.report.blocks import (
     table,
 )
 from lightning_rob.commands.report.runs import AttackResult, Evaluations, attack_result, records_in
-from lightning_rob.commands.report.sections import accuracy_table, attack_table, evaluation
+from lightning_rob.commands.report.sections import accuracy_table, attack_table, evaluation, threats
 from lightning_rob.commands.specs import class_name, short
 from lightning_rob.evaluation.records import versions
 from lightning_rob.nets.hub import CONFIG, ENTRY, WEIGHTS
@@ -36,10 +39,6 @@ import lightning_rob
 defense = lightning_rob.load("hf-hub:OWNER/NAME"{allowed})  # or the path of this folder
 probabilities = defense(images)  # [B, C, H, W] in [0, 1] -> [B, K]
 ```"""
-HEAD = """library_name: lightning-rob
-pipeline_tag: image-classification
-tags: [adversarial-robustness]
-"""
 FORMAT = 1
 # Entries of a Lightning checkpoint that only a resumed training needs.
 TRAINING = re.compile(
@@ -149,7 +148,31 @@ def model_card(run: Run) -> str:
         table("Written with", ["package", "version"], list(versions().items())),
     ]
     page = "\n\n".join([markdown(before), use, markdown(after)])
-    return f"---\n{HEAD}---\n\n{page}\n"
+    return f"---\n{metadata(title, found)}---\n\n{page}\n"
+
+
+def metadata(title: str, found: Iterable[tuple[str, list[AttackResult]]]) -> str:
+    """Return the head of a card as the hub reads it, with the accuracies as its `model-index`."""
+    about: dict[str, Any] = {
+        "library_name": "lightning-rob",
+        "pipeline_tag": "image-classification",
+        "tags": ["adversarial-robustness"],
+    }
+    task, results = {"type": about["pipeline_tag"]}, []
+    for images, rows in found:
+        metrics = []
+        for row in rows:
+            within = ", ".join([row.name, *threats(row, rows)])
+            name = "accuracy" if row.name == "clean" else f"robust accuracy ({within})"
+            # Models are sorted by these numbers as if they were those of the whole defense.
+            if row.target == WHOLE and math.isfinite(row.accuracy):
+                value = round(row.accuracy, 4)
+                metrics.append({"type": "accuracy", "name": name, "value": value})
+        data = {"name": images, "type": images.partition(",")[0].lower()}
+        results.append({"task": task, "dataset": data, "metrics": metrics})
+    if results:
+        about["model-index"] = [{"name": title, "results": results}]
+    return yaml.safe_dump(about, sort_keys=False)
 
 
 def recorded(weights: str, logs: Iterable[Path]) -> list[tuple[str, list[AttackResult]]]:

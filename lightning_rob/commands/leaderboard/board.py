@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from lightning_rob.commands.leaderboard import LeaderboardConfig
-from lightning_rob.commands.leaderboard.ranks import ranks
+from lightning_rob.commands.leaderboard.ranks import agreement, ranks
 from lightning_rob.commands.leaderboard.submissions import (
     CLEAN,
     SUBMISSIONS,
@@ -161,7 +161,7 @@ def rows(submissions: Sequence[Submission], norm: str) -> list[dict[str, Any]]:
         }
         found.append(row)
     found.sort(key=lambda row: -row["worst"])
-    for row, places in zip(found, ranks([row.pop("scores") for row in found]), strict=True):
+    for row, places in zip(found, ranks([row["scores"] for row in found]), strict=True):
         row["rank"] = places
     return found
 
@@ -172,7 +172,7 @@ def check_row(row: dict[str, Any]) -> None:
     for key in (CLEAN, USUAL, "certified", "power", "resubmitted", "known_noise"):
         if row[key] is not None and not 0 <= row[key] <= 1:
             raise ValueError(f"{key} must be in [0, 1], got {row[key]}")
-    json.dumps(row, allow_nan=False)
+    json.dumps({key: value for key, value in row.items() if key != "scores"}, allow_nan=False)
 
 
 def refuse_copies(found: Sequence[Submission]) -> None:
@@ -200,11 +200,18 @@ def page(
     yield Heading(1, protocol.title)
     for norm, entries in ranked.items():
         yield Heading(2, str(Threat(norm, protocol.radii[norm])))
+        scores = [entry.pop("scores") for entry in entries]
         body = [cells(entry) for entry in entries]
         shown = [i for i in range(len(HEADS)) if any(row[i] != NONE for row in body)]
         caption = f"Accuracy in per cent, {protocol.images} images"
         heads = [HEADS[i] for i in shown]
         yield table(caption, heads, ([row[i] for i in shown] for row in body))
+        tau, low, high = agreement(scores)
+        if tau == tau:
+            yield Paragraph(
+                f"Order by one training and by another: Kendall's tau {tau:.2f} [{low:.2f}, "
+                f"{high:.2f}], the mean over pairs of trainings, bootstrap over defenses."
+            )
     yield Paragraph(NOTE)
     if refused := [one for one in found if one.reasons]:
         yield Heading(2, "Without a rank")

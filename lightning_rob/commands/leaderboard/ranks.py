@@ -1,15 +1,17 @@
 """Ranks of defenses with intervals, from the scores of some trainings on the same images."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import t
+from scipy.stats import kendalltau, t
 
 from lightning_rob.comparisons import holm
 
 LEVEL = 0.05
+RESAMPLES = 1000
 Array = NDArray[np.float64]
 
 
@@ -62,3 +64,26 @@ def ranks(scores: Sequence[Array]) -> list[tuple[int, int]]:
         better, worse = sum(mean > 0 for mean in means), sum(mean < 0 for mean in means)
         found.append((1 + better, len(scores) - worse))
     return found
+
+
+def agreement(scores: Sequence[Array], seed: int = 0) -> tuple[float, float, float]:
+    """Return Kendall's tau between the orders by two trainings, and its 95 % interval.
+
+    It is the mean over all pairs of trainings that all defenses with several have; the interval is
+    of the bootstrap over defenses. NaN with fewer than three such defenses.
+    """
+    scores = [score for score in scores if len(score) > 1]
+    common = min(map(len, scores), default=0)
+    means = np.array([score[:common].mean(1) for score in scores])
+    if len(means) < 3:
+        return np.nan, np.nan, np.nan
+    draws = np.random.default_rng(seed).integers(len(means), size=(RESAMPLES, len(means)))
+    # Defenses are drawn, not trainings: other defenses would have made another order.
+    found = [float(np.mean([*_taus(means[chosen])])) for chosen in draws]
+    low, high = np.nanquantile(found, [LEVEL / 2, 1 - LEVEL / 2])
+    return float(np.mean([*_taus(means)])), float(low), float(high)
+
+
+def _taus(means: Array) -> Iterator[float]:
+    for first, second in combinations(means.T, 2):
+        yield kendalltau(first, second).statistic

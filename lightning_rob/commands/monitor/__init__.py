@@ -13,10 +13,6 @@ from lightning_rob.runtime.errors import visible
 LOCAL = "127.0.0.1"  # address of the monitor's page and metrics
 
 
-class MissingRun(ValueError):
-    """A folder or checkpoint that is not there, and may come."""
-
-
 @dataclass(frozen=True)
 class MonitorConfig(CommandConfig):
     """Follow the checkpoints of a run, or a deployed one.
@@ -31,12 +27,10 @@ class MonitorConfig(CommandConfig):
         suite: attacks such as rec_suite, one each time; else PGD, ARC as trained
         alarm: limits: an alarm below robust/worst=0.40,acc=0.80, above blind=0.02
         drop: alarm if worst fell since last or best, p < N; significant: 0.05
-        notify: POST alarms and recoveries to this URL; slack://… by apprise
+        notify: POST alarms and recoveries to this URL
         serve: page, /metrics for Prometheus and /healthz at this port of localhost, such as 9108
         serve_host: address of that port
-        template: Jinja template of the page, else the shipped one
-        reevaluate: evaluate the newest checkpoint again after N hours
-        stop_at_alarm: end with the first alarm, of any model
+        template: Jinja template of the page, which may extend "page.html"
         every: seconds between two looks into the folder
         once: evaluate the checkpoints that are there, and end
         until: end when this file exists and no checkpoint is left
@@ -57,8 +51,6 @@ class MonitorConfig(CommandConfig):
     serve: int | None = None
     serve_host: str = LOCAL
     template: Path | None = None
-    reevaluate: float | None = None
-    stop_at_alarm: bool = False
     every: float = 30.0
     once: bool = False
     until: Path | None = None
@@ -77,18 +69,13 @@ class MonitorConfig(CommandConfig):
             if self.out is None:
                 raise ValueError(f"{self.url} needs --out FOLDER: the history is a local file")
         elif not Path(self.run).exists():
-            raise MissingRun(f"there is no folder or checkpoint {self.run}")
-        for name in ("every", "reevaluate"):
-            time = getattr(self, name)
-            if time is not None and not 0 < time < float("inf"):
-                raise ValueError(f"--{name} must be above 0, got {time:g}")
+            raise ValueError(f"there is no folder or checkpoint {self.run}")
+        if not 0 < self.every < float("inf"):
+            raise ValueError(f"--every must be above 0, got {self.every:g}")
         _ = self.level, self.minima  # raise errors before anything is built
         check_destinations(self.notify or ())
-        for name in ("serve_host", "template"):
-            if self.serve is None and getattr(self, name) not in (LOCAL, None):
-                raise ValueError(f"--{name} is for --serve, which is not given")
-        if self.serve is not None and not 0 <= self.serve < 65536:
-            raise ValueError(f"--serve must be in 0 … 65535, got {self.serve}")
+        if self.serve is None and self.serve_host != LOCAL:
+            raise ValueError("--serve_host is for --serve, which is not given")
 
     @property
     def is_over(self) -> bool:

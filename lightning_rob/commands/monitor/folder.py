@@ -6,22 +6,20 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import yaml
 
 from lightning_rob.commands.checkpoints import config_in_checkpoint, read_checkpoint
 from lightning_rob.commands.monitor.history import Fields, History, Identity, identity, timestamp
-from lightning_rob.commands.monitor.source import Refused, Replaced, Source, Stamp, Unreachable
+from lightning_rob.commands.monitor.source import Replaced, Source, Stamp, Unreachable
 from lightning_rob.runtime.errors import visible
 from lightning_rob.runtime.files import UNWRITABLE, digest
 
-SETTLE = 10.0  # seconds after which an unreadable file that does not change is broken
 HELD = 2**30  # bytes of checkpoints that stay in memory until they are evaluated
+SETTLE = 10.0  # seconds after which an unreadable file that does not change is broken
 FACTS = ("file", "weights", "recipe", "epoch", "step")  # of a checkpoint, in a line
-
-READ, REFUSED = "stamp", "refused"  # fields of the stamp of a file that was read, or was not
 
 Content = dict[str, Any]  # of a checkpoint
 Version = tuple[str, Stamp]
@@ -57,15 +55,6 @@ class CheckpointFile:
         return {"checkpoint": self.name, **known, "date": timestamp()}
 
 
-class Waiting(NamedTuple):
-    """A file that cannot be read, perhaps because it is being written."""
-
-    stamp: Stamp
-    key: str  # `REFUSED` where it could not even be fetched, and is tried again all the same
-    reason: str
-    since: float  # time of the first attempt, by `monotonic`
-
-
 class CheckpointFolder:
     """Scans a source, and records checkpoints that appear, are broken or are deleted too soon."""
 
@@ -74,7 +63,8 @@ class CheckpointFolder:
         self.history = history
         self.record = record
         self.found: dict[str, CheckpointFile] = {}
-        self.waiting: dict[str, Waiting] = {}
+        # Files that cannot be read, perhaps because they are being written, since `monotonic`.
+        self.waiting: dict[Version, float] = {}
         self.held: dict[Version, tuple[Content, int]] = {}  # content and bytes of the file
         self.in_evaluation: Identity | None = None
 
@@ -92,15 +82,10 @@ class CheckpointFolder:
         """Find files that appeared, changed or disappeared."""
         stamps = self.source.stamps()
         self.found = {n: f for n, f in self.found.items() if stamps.get(n) == f.stamp}
-        for name, waiting in list(self.waiting.items()):
-            if stamps.get(name) != waiting.stamp:
-                # The history has no other trace of an object that could not be fetched.
-                if waiting.key == REFUSED:
-                    self.record({"event": "missed", "checkpoint": name, "date": timestamp()})
-                del self.waiting[name]
-        refusals = [self._find(n, stamp) for n, stamp in stamps.items() if n not in self.found]
-        if not self.found and (refusal := next(filter(None, refusals), None)):
-            raise refusal
+        self.waiting = {v: since for v, since in self.waiting.items() if v in stamps.items()}
+        for name, stamp in stamps.items():
+            if name not in self.found:
+                self._find(name, stamp)
         known = {self.in_evaluation, *(file.identity for file in self.found.values())}
         known |= set(map(identity, self.history.events("evaluated", "missed", "broken")))
         for line in {identity(line): line for line in self.history.events("seen")}.values():
@@ -120,43 +105,34 @@ class CheckpointFolder:
     def _read(self, name: str, stamp: Stamp) -> tuple[Content, int, str]:
         """Return content, bytes and SHA-256 of a file."""
         with self.source.local(name, stamp) as path:
-            content = read_checkpoint(str(path))
-            return content, path.stat().st_size, digest(path)
+            return read_checkpoint(str(path)), path.stat().st_size, digest(path)
 
-    def _find(self, name: str, stamp: Stamp) -> Refused | None:
+    def _find(self, name: str, stamp: Stamp) -> None:
         """Keep a complete file; record one that stays unreadable for a while as broken."""
-        seen = self._event("seen", name, stamp, READ)
-        if seen:
+        if seen := self._event("seen", name, stamp):
             known = {key: seen[key] for key in (*FACTS, "config")}
             self.found[name] = CheckpointFile(name, stamp, **known)
-        if name in self.found or self._event("broken", name, stamp, READ):
-            return None
-        refused, waiting = None, self.waiting.get(name)
-        key = READ
+            return
+        broken = self._event("broken", name, stamp)
+        if broken and not broken.get("again"):
+            return
         try:
             self._add(name, stamp)
-            self.waiting.pop(name, None)
-            return None
+            self.waiting.pop((name, stamp), None)
         except Replaced:
-            return None
-        except Refused as error:
-            refused, reason, key = error, str(error), REFUSED
-        except Unreachable:
-            raise
+            return
         except Exception as error:  # anybody may have made the file
             if isinstance(error, OSError) and error.errno in UNWRITABLE:
                 raise
-            reason = str(error) or type(error).__name__
-            # The disk, the network or the memory is at fault: the file may be fine later.
-            key = REFUSED if isinstance(error, OSError | MemoryError) else READ
-        if waiting is None or waiting.key != key:
-            waiting = self.waiting[name] = Waiting(stamp, key, reason, time.monotonic())
-        if self._event("broken", name, stamp, waiting.key):
-            del self.waiting[name]
-        elif time.monotonic() - waiting.since >= SETTLE:
-            self.record(broken_event(name, waiting.reason) | {waiting.key: list(stamp)})
-            del self.waiting[name]
-        return refused
+            since = self.waiting.setdefault((name, stamp), time.monotonic())
+            if broken is None and time.monotonic() - since >= SETTLE:
+                reason = str(error) or type(error).__name__
+                # The disk, the network or the memory is at fault: the file may be fine later.
+                again = isinstance(error, Unreachable | OSError | MemoryError)
+                broken = broken_event(name, reason) | {"stamp": list(stamp), "again": again}
+                self.record(broken)
+            if broken:
+                del self.waiting[name, stamp]
 
     def _add(self, name: str, stamp: Stamp) -> None:
         content, size, file = self._read(name, stamp)
@@ -169,13 +145,13 @@ class CheckpointFolder:
         # Read once: its content stays in memory until the evaluation, up to `HELD` bytes.
         if not self.held or size + sum(other for _, other in self.held.values()) <= HELD:
             self.held[name, stamp] = content, size
-        self.record({"event": "seen", READ: list(stamp), "config": config} | found.facts)
+        self.record({"event": "seen", "stamp": list(stamp), "config": config} | found.facts)
 
-    def _event(self, kind: str, name: str, stamp: Stamp, key: str) -> Fields | None:
-        """Return the event of a checkpoint with this stamp in the field `key`."""
+    def _event(self, kind: str, name: str, stamp: Stamp) -> Fields | None:
+        """Return the event of a checkpoint with this stamp."""
         version = name, list(stamp)
         events = self.history.events(kind)
-        return next((e for e in events if (e["checkpoint"], e.get(key)) == version), None)
+        return next((e for e in events if (e["checkpoint"], e.get("stamp")) == version), None)
 
 
 def broken_event(name: str, reason: str) -> Fields:

@@ -5,9 +5,8 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
-from functools import reduce
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 from lightning_rob.commands.scores import ScoreFiles
 from lightning_rob.evaluation.records import with_schema
@@ -15,7 +14,7 @@ from lightning_rob.runtime.files import append_whole
 
 Fields = dict[str, Any]
 Identity = tuple[str | None, str | None]  # SHA-256 of the weights and of the recipe's model
-JUDGED = ("evaluated", "broken", "ended", "restored")  # open or end alarms
+JUDGED = ("evaluated", "broken", "ended")  # open or end alarms
 RECORD, SCORES = "monitor.jsonl", "monitor_scores"
 
 
@@ -100,34 +99,23 @@ class History:
             alarms = [] if line["event"] == "ended" else [*alarms, *line["alarm"]]
         return alarms
 
-    def alarms(self) -> "AlarmState":
-        """Return the alarms that are open after the last event."""
-        return reduce(AlarmState.after, self.events(*JUDGED), AlarmState())
+    def alarm(self) -> Fields | None:
+        """Return the event of the alarm that is open after the last event."""
+        alarm = None
+        for event in self.events(*JUDGED):
+            alarm = alarm_after(alarm, event)
+        return alarm
 
 
-class AlarmState(NamedTuple):
-    """The open alarms."""
-
-    # Event of the last alarm since which none recovered, at the position of the latest alarmed one:
-    # an older checkpoint may be alarmed after it, and one between them must not end both.
-    checkpoint: Fields | None = None
-    suite: Fields | None = None  # event of a suite that cannot be built, until one is built
-
-    @property
-    def event(self) -> Fields | None:
-        """The event of an open alarm; a checkpoint comes before the suite."""
-        return self.checkpoint or self.suite
-
-    def after(self, event: Fields) -> "AlarmState":
-        """Return the alarms that are open after a further event."""
-        kind, alarm = event["event"], self.checkpoint
-        if kind == "restored" or event.get("part") == "suite":
-            return self._replace(suite=event if kind == "broken" else None)
-        if event.get("alarm"):
-            position = max(e.get("position", 0) for e in (alarm or {}, event))
-            return self._replace(checkpoint=event | {"position": position})
-        later = kind == "evaluated" and alarm and event["position"] >= alarm.get("position", 0)
-        return self._replace(checkpoint=None) if later else self
+def alarm_after(alarm: Fields | None, event: Fields) -> Fields | None:
+    """Return the alarm that is open after an event, from the one before."""
+    if event.get("alarm"):
+        # At the position of the latest alarmed one: an older checkpoint may be alarmed after it,
+        # and one between them must not end both.
+        position = max(one.get("position", 0) for one in (alarm or {}, event))
+        return event | {"position": position}
+    later = alarm and event["event"] == "evaluated" and event["position"] >= alarm["position"]
+    return None if later else alarm
 
 
 def _whole_groups(content: bytes) -> tuple[list[Fields], int]:

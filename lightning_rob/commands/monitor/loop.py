@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,11 +10,10 @@ from tempfile import TemporaryDirectory
 from time import monotonic
 
 import torch
-from lightning.pytorch.loggers import Logger
 
 from lightning_rob.commands.base import Run, quiet_lightning
 from lightning_rob.commands.checkpoints import RECIPE, load_weights
-from lightning_rob.commands.monitor import MissingRun, MonitorConfig
+from lightning_rob.commands.monitor import MonitorConfig
 from lightning_rob.commands.monitor.comparison import (
     current_results,
     final_alarms,
@@ -22,14 +21,13 @@ from lightning_rob.commands.monitor.comparison import (
     worst_of,
 )
 from lightning_rob.commands.monitor.display import Display, warn
+from lightning_rob.commands.monitor.figures import FigureLog
 from lightning_rob.commands.monitor.folder import CheckpointFile, CheckpointFolder, broken_event
 from lightning_rob.commands.monitor.history import (
     Fields,
     History,
     Identity,
     identity,
-    scalars,
-    seconds_of,
     tag,
     timestamp,
 )
@@ -43,7 +41,6 @@ from lightning_rob.commands.monitor.source import (
     Replaced,
     Source,
     Unreachable,
-    without_secrets,
 )
 from lightning_rob.commands.monitor.suite import Suite
 from lightning_rob.commands.scores import Scores
@@ -64,22 +61,23 @@ def run(config: MonitorConfig, starts: Mapping[str, Start]) -> None:
     """Follow the checkpoints of all sources, one checkpoint at a time."""
     if hasattr(os, "setpriority"):  # not on Windows; it leaves the processor to the training
         os.setpriority(os.PRIO_PROCESS, 0, max(os.getpriority(os.PRIO_PROCESS, 0), NICE))
+    sources: list[Watched] = []
     homes: dict[Path, str] = {}
     with ExitStack() as stack:
         stack.enter_context(quiet_lightning())
         publisher = stack.enter_context(closing(Publisher(config)))
-        sources = [Watched(name, start, config, publisher, homes) for name, start in starts.items()]
-        for source in sources:
-            stack.callback(source.close)
-            with suppress(MissingRun):  # one of several runs may begin later
-                source.prepare()  # any other mistake in the options ends the process at once
+        for name, start in starts.items():
+            one, build = start()  # a mistake in the options ends the process at once
+            home = one.home.resolve()
+            if (other := homes.setdefault(home, name)) != name:
+                raise ValueError(f"{other} and {name} have one history, {home}: give each its out")
+            sources.append(Watched(name, one, build, publisher))
+            stack.callback(sources[-1].close)
         while waiting := [source for source in sources if source.code is None]:
             following = min(waiting, key=lambda source: source.due)
             if (pause := following.due - monotonic()) > 0:
                 time.sleep(pause)
             following.turn()
-            if config.stop_at_alarm and following.code == 1:
-                break
     if code := max(source.code or 0 for source in sources):
         raise SystemExit(code)
 
@@ -89,11 +87,9 @@ class Watched:
     """A source, its history, and the suite by which its checkpoints are evaluated."""
 
     name: str
-    start: Start
     config: MonitorConfig
+    build: Build
     publisher: Publisher
-    homes: dict[Path, str]
-    build: Build | None = None
     due: float = 0.0  # time of the next turn, by `monotonic`
     code: int | None = None  # exit code, once it has ended
     failure: str = ""  # why the last turn failed
@@ -102,25 +98,13 @@ class Watched:
     key: str = ""  # of the suite
     recipe: str | None = None  # recipe of the suite's module
     done: set[Identity] = field(default_factory=set)  # need no evaluation by the suite
-    loggers: list[Logger] = field(default_factory=list)
-    failing: set[Logger] = field(default_factory=set)  # could not take the last figures
+    logs: list[FigureLog] = field(default_factory=list)
     opened: ExitStack | None = None
 
     @property
     def label(self) -> str:
         """The beginning of a line about the source, where there are several."""
         return f"{self.name}: " if self.name else ""
-
-    def prepare(self) -> None:
-        """Read the options, once there is anything to watch."""
-        if self.build is None:
-            config, build = self.start()
-            home = config.home.resolve()
-            if (other := self.homes.setdefault(home, self.name)) != self.name:
-                raise ValueError(
-                    f"{other} and {self.name} have one history, {home}: give each its out"
-                )
-            self.config, self.build = config, build
 
     def turn(self) -> None:
         """Take a step; if one of several sources fails, alarm and try again later."""
@@ -142,10 +126,10 @@ class Watched:
             self.due = monotonic() + self.config.every
             reason = _reason(error)
             if self.opened and not (away or last):
-                # An alarm, which ends when a suite is built.
-                known = self.history.alarms().suite
+                # An alarm, which ends with the next checkpoint that is evaluated without one.
+                known = self.history.alarm()
                 if known is None or not known["alarm"][0].endswith(reason):
-                    self.record(broken_event(self.config.name, reason) | {"part": "suite"})
+                    self.record(broken_event(self.config.name, reason))
                 self.suite, self.key, self.done = None, "", set()
             elif reason != self.failure:
                 warn(f"{self.label}{reason}" + ("" if last else "; trying again"))
@@ -155,7 +139,6 @@ class Watched:
 
     def open(self) -> None:
         """Open source and history; a failure leaves no lock behind."""
-        self.prepare()
         home, url = self.config.home, self.config.url
         source: Source = LocalFolder(self.config.folder, self.config.file)
         if url is not None:
@@ -176,25 +159,23 @@ class Watched:
 
     def close(self) -> None:
         if self.opened is not None:
-            for logger in self.loggers:
-                with suppress(Exception):  # a logger may raise anything
-                    logger.finalize("success")
             opened, self.opened = self.opened, None
             opened.close()
+            for log in self.logs:
+                log.close(patient=self.code is not None)
 
     def step(self) -> float:
         """Look, and evaluate the next checkpoint; return the seconds until the next step."""
         over = self.config.is_over  # before the look: what came before the end is evaluated
         self.look()
         pending = self.pending()
-        stopped = self.config.stop_at_alarm and self.history.unreported()
-        if stopped or (over and not pending and not self.folder.waiting):
+        if over and not pending and not self.folder.waiting:
             self.finish()
             return 0.0
         if not pending:
             every = min(1.0, self.config.every) if self.folder.waiting else self.config.every
             return min([every, *filter(None, self.outbox.pauses.values())])
-        if self.suite is None or pending[0].identity in self.done:  # its images are read anew
+        if self.suite is None:
             self.build_suite()
         if self.suite and (pending := self.pending()):
             self.evaluate(pending[0])
@@ -202,6 +183,8 @@ class Watched:
 
     def look(self) -> None:
         self.outbox.deliver()
+        for log in self.logs:
+            log.write()
         self.folder.scan()
         self.looked_at = monotonic()
         self.folder.hold(self.pending())
@@ -215,16 +198,7 @@ class Watched:
 
     def pending(self) -> list[CheckpointFile]:
         """Return the checkpoints that wait for an evaluation, in the order of training."""
-        done = self.done
-        # The newest waits again some hours after its last evaluation.
-        if self.config.reevaluate is not None and self.suite and self.folder.files:
-            newest = self.folder.files[-1].identity
-            events = [e for e in self.history.events("evaluated") if e["suite"] == self.key]
-            dates = [seconds_of(e["date"]) for e in events if identity(e) == newest]
-            # A date in the future comes from a clock that was set back.
-            if dates and abs(time.time() - dates[-1]) >= 3600 * self.config.reevaluate:
-                done = done - {newest}
-        return self.folder.pending(done)
+        return self.folder.pending(self.done)
 
     def _done(self) -> set[Identity]:
         # Later checkpoints are compared by scores: without them a checkpoint is evaluated again.
@@ -240,7 +214,6 @@ class Watched:
 
     def built(self, file: CheckpointFile) -> Run:
         """Build what the recipe of a checkpoint describes; its weights are not read again."""
-        assert self.build is not None
         recipe = {} if file.config is None else {RECIPE: file.config}
         with TemporaryDirectory() as folder:
             path = Path(folder) / "recipe.ckpt"
@@ -263,11 +236,9 @@ class Watched:
             except Exception as error:  # anybody may have made the file
                 failures[file.recipe] = error
                 continue
-            self.loggers = self.loggers or loggers
+            self.logs = self.logs or [FigureLog(logger) for logger in loggers]
             self.suite, self.key, self.recipe = suite, suite.key, file.recipe
             self.done = self._done()
-            if self.history.alarms().suite:
-                self.record({"event": "restored", "date": timestamp(), "suite": self.key})
             return
         if failures:  # a mistake in the options fails with every recipe
             raise next(iter(failures.values()))
@@ -281,9 +252,11 @@ class Watched:
         self.folder.in_evaluation = file.identity
         try:
             results = self.results(file)
-            again = [e for e in earlier if (e["suite"], *identity(e)) == (self.key, *file.identity)]
+            event = facts | {"event": "evaluated", "date": timestamp(), "session": SESSION}
+            current = current_results(file.name, position, results)
+            # Before its scores are written, which may take the place of an earlier evaluation's.
+            event |= judged(self.config, self.history, self.key, current)
             about = {name: facts[name] for name in ("suite", "weights", "recipe")}
-            about |= {"repeat": len(again)} if again else {}  # a repeat gets files of its own
             lines = []
             for result, scores in results:
                 key = cache_key(name=result.name, **about)
@@ -291,9 +264,6 @@ class Watched:
                 details = result.details | {"reuse": self.history.scores.reference(key)}
                 record = replace(result, details=details).record()
                 lines.append(record | facts | {"stage": "monitor"})
-            event = facts | {"event": "evaluated", "date": timestamp(), "session": SESSION}
-            current = current_results(file.name, position, results)
-            event |= judged(self.config, self.history, self.key, current)
         except Replaced:
             return  # the next look finds its successor
         except Unreachable:
@@ -311,7 +281,7 @@ class Watched:
     def results(self, file: CheckpointFile) -> list[tuple[Result, Scores]]:
         assert self.suite is not None
         if file.recipe != self.recipe:
-            self.suite.replace_module(self.built(file).model)
+            self.suite.module = self.built(file).model
             self.recipe = file.recipe
         load_weights(self.suite.module, self.folder.read(file))
 
@@ -329,21 +299,9 @@ class Watched:
         lines = (*lines[:-1], event)
         self.history.append(*lines)
         self.display.show(lines)
-        self.log(lines)
-
-    def log(self, lines: Sequence[Fields]) -> None:
-        """Log the figures of an evaluation; a server that is away does not end the monitor."""
-        figures = scalars(lines)
-        for logger in self.loggers if figures else ():
-            try:
-                logger.log_metrics(figures, lines[-1]["step"])
-                logger.save()
-                self.failing.discard(logger)
-            except Exception as error:  # any package may raise anything; the other loggers go on
-                if logger not in self.failing:
-                    reason = without_secrets(f"{type(error).__name__}: {error}")
-                    warn(f"figures could not be logged ({reason})")
-                self.failing.add(logger)
+        # Logged at the next look, after the notifications.
+        for log in self.logs:
+            log.add(lines)
 
     def finish(self) -> None:
         """Record the exit code: 1 after an alarm since the last end, else 0."""

@@ -11,21 +11,28 @@ from prometheus_client.exposition import choose_encoder
 from lightning_rob.commands.monitor.history import finding_count
 from lightning_rob.commands.monitor.page import Snapshot
 
-FIGURES = {  # of each accuracy, by attack
-    "accuracy": "Accuracy of the newest checkpoint under an attack, in 0 … 1.",
-    "accuracy_low": "Lower end of the 95 % interval of the accuracy.",
-    "accuracy_high": "Upper end of the 95 % interval of the accuracy.",
-    "images": "Number of evaluated images.",
-    "blind": "Share of images on which the attack had no gradient to follow, in 0 … 1.",
-}
-GAUGES = {  # of each run
-    "findings": "What the checks found of the accuracies of the newest checkpoint.",
-    "checkpoint_step": "Training step of the newest checkpoint.",
-    "checkpoint_epoch": "Training epoch of the newest checkpoint.",
-    "alarm": "1 while an alarm is open, else 0.",
-    "queue_length": "Checkpoints that are not evaluated yet.",
-    "last_evaluation_timestamp_seconds": "End of the last evaluation, Unix time.",
-    "last_look_timestamp_seconds": "Last look into the folder, Unix time.",
+Sample = tuple[str, list[str], Any]  # metric, values of its labels beside `run`, value
+
+Gauge, Count = GaugeMetricFamily, CounterMetricFamily
+METRICS: dict[str, tuple[Any, str, list[str]]] = {  # class, help, labels beside `run`
+    "accuracy": (Gauge, "Accuracy of the newest checkpoint, in 0 … 1.", ["attack"]),
+    "accuracy_low": (Gauge, "Lower end of the 95 % interval of the accuracy.", ["attack"]),
+    "accuracy_high": (Gauge, "Upper end of the 95 % interval of the accuracy.", ["attack"]),
+    "images": (Gauge, "Number of evaluated images.", ["attack"]),
+    "blind": (Gauge, "Share of images on which the attack had no gradient.", ["attack"]),
+    "checkpoint": (InfoMetricFamily, "The newest checkpoint.", []),
+    "findings": (Gauge, "What the checks found of the newest checkpoint.", []),
+    "checkpoint_step": (Gauge, "Training step of the newest checkpoint.", []),
+    "checkpoint_epoch": (Gauge, "Training epoch of the newest checkpoint.", []),
+    "alarm": (Gauge, "1 while an alarm is open, else 0.", []),
+    "queue_length": (Gauge, "Checkpoints that are not evaluated yet.", []),
+    "last_evaluation_timestamp_seconds": (Gauge, "End of the last evaluation, Unix time.", []),
+    "last_look_timestamp_seconds": (Gauge, "Last look into the folder, Unix time.", []),
+    "evaluations": (Count, "Number of evaluations since the history began.", []),
+    "alarms": (Count, "Number of alarms since the history began.", []),
+    "missed": (Count, "Number of missed checkpoints since the history began.", []),
+    "broken": (Count, "Number of broken checkpoints since the history began.", []),
+    "notifications_waiting": (Gauge, "Notifications not delivered yet.", ["destination"]),
 }
 
 
@@ -42,56 +49,43 @@ class Metrics:
         return {"Content-Type": kind}, encoder(self.registry)
 
     def collect(self) -> Iterator[Any]:
-        """Yield each family with the samples of all runs, for `CollectorRegistry`."""
-        states = dict(self.snapshots)
-        if not states:
-            return
-        figures = {name: _gauge(name, text, "attack") for name, text in FIGURES.items()}
-        gauges = {name: _gauge(name, text) for name, text in GAUGES.items()}
-        info = InfoMetricFamily(
-            "lightning_rob_checkpoint", "The newest checkpoint.", labels=["run"]
-        )
-        waiting = _gauge(
-            "notifications_waiting", "Notifications that are not delivered yet.", "destination"
-        )
-        counters: dict[str, Any] = {}
-        for run, state in states.items():
-            values: dict[str, float | None] = {
-                "alarm": state.history.alarms().event is not None,
-                "queue_length": state.queue,
-                "last_evaluation_timestamp_seconds": state.evaluated_at,
-                "last_look_timestamp_seconds": state.looked_at,
-            }
-            if state.group:
-                *lines, newest = state.group
-                about = {name: str(newest[name]) for name in ("checkpoint", "weights", "suite")}
-                info.add_metric([run], about)
-                values["findings"] = finding_count(lines)
-                values |= {f"checkpoint_{name}": newest[name] for name in ("step", "epoch")}
-                for line in lines:
-                    low, high = line["interval"]
-                    found = {"accuracy": line["accuracy"], "images": line["n"]}
-                    found |= {"accuracy_low": low, "accuracy_high": high}
-                    found |= {"blind": line["blind"]} if "blind" in line else {}
-                    for name, value in found.items():  # a share that is not known is NaN
-                        value = float("nan") if value is None else value
-                        figures[name].add_metric([run, line["name"]], value)
-            for name, value in values.items():
-                if value is not None:
-                    gauges[name].add_metric([run], value)
-            for to, count in state.waiting.items():
-                waiting.add_metric([run, to], count)
-            history = list(state.history.lines)
-            events = Counter(line.get("event") for line in history)
-            counts = {"alarms": sum(len(line.get("alarm", ())) for line in history)}
-            counts |= {"evaluations": events["evaluated"]}
-            counts |= {name: events[name] for name in ("missed", "broken")}
-            for name, count in counts.items():
-                text = f"Number of {name} since the history began."
-                family = CounterMetricFamily(f"lightning_rob_{name}", text, labels=["run"])
-                counters.setdefault(name, family).add_metric([run], count)
-        yield from (*figures.values(), info, *gauges.values(), *counters.values(), waiting)
+        """Yield each metric with the samples of all runs, for `CollectorRegistry`."""
+        families = {
+            name: kind(f"lightning_rob_{name}", text, labels=["run", *labels])
+            for name, (kind, text, labels) in METRICS.items()
+        }
+        for run, state in dict(self.snapshots).items():
+            for name, labels, value in samples(state):
+                families[name].add_metric([run, *labels], value)
+        yield from families.values()
 
 
-def _gauge(name: str, text: str, *labels: str) -> Any:
-    return GaugeMetricFamily(f"lightning_rob_{name}", text, labels=["run", *labels])
+def samples(state: Snapshot) -> Iterator[Sample]:
+    """Yield the samples of a run."""
+    yield "alarm", [], state.history.alarm() is not None
+    yield "queue_length", [], state.queue
+    yield "last_look_timestamp_seconds", [], state.looked_at
+    if state.evaluated_at is not None:
+        yield "last_evaluation_timestamp_seconds", [], state.evaluated_at
+    if state.group:
+        *lines, newest = state.group
+        about = ("checkpoint", "weights", "suite")
+        yield "checkpoint", [], {name: str(newest[name]) for name in about}
+        yield "findings", [], finding_count(lines)
+        yield "checkpoint_step", [], newest["step"]
+        yield "checkpoint_epoch", [], newest["epoch"]
+        for line in lines:
+            low, high = line["interval"]
+            found = {"accuracy": line["accuracy"], "images": line["n"]}
+            found |= {"accuracy_low": low, "accuracy_high": high}
+            found |= {"blind": line["blind"]} if "blind" in line else {}
+            for name, value in found.items():  # a share that is not known is NaN
+                yield name, [line["name"]], float("nan") if value is None else value
+    for to, count in state.waiting.items():
+        yield "notifications_waiting", [to], count
+    history = list(state.history.lines)
+    events = Counter(line.get("event") for line in history)
+    yield "evaluations", [], events["evaluated"]
+    yield "missed", [], events["missed"]
+    yield "broken", [], events["broken"]
+    yield "alarms", [], sum(len(line.get("alarm", ())) for line in history)

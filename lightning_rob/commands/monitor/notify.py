@@ -5,17 +5,16 @@ event, and every delivery is an event `notified`. After a kill the next monitor 
 """
 
 import json
-import logging
+import os
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from urllib.error import HTTPError, URLError
-from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from lightning_rob.commands.monitor.display import warn
-from lightning_rob.commands.monitor.history import JUDGED, AlarmState, Fields, History, timestamp
-from lightning_rob.commands.monitor.urls import WEB, authorization, public_name, receiver_name
+from lightning_rob.commands.monitor.history import JUDGED, Fields, History, alarm_after, timestamp
+from lightning_rob.commands.monitor.urls import AUTHORIZATION, receiver_name
 from lightning_rob.evaluation.records import with_schema
 from lightning_rob.evaluation.results import WORST
 
@@ -36,26 +35,21 @@ class Outbox:
 
     def __init__(self, urls: Sequence[str], history: History, run: str) -> None:
         self.history, self.run = history, run
-        self.senders = {
-            receiver_name(url): _webhook(url) if urlsplit(url).scheme in WEB else _apprise(url)
-            for url in urls
-        }
+        self.senders = {receiver_name(url): _webhook(url) for url in urls}
         self.pauses = dict.fromkeys(self.senders, 0.0)  # seconds; 0 while it accepts them
         self.due = dict.fromkeys(self.senders, 0.0)  # time of the next attempt, by `monotonic`
         self.slow: set[str] = set()  # ids that failed slowly, which the others need not wait for
 
     def mark(self, event: Fields) -> Fields:
         """Return the field that makes an event one to be notified, before it is recorded."""
-        kind = kind_of(event, self.history.alarms()) if self.senders else None
+        kind = kind_of(event, self.history.alarm()) if self.senders else None
         note = {"id": uuid.uuid4().hex, "kind": kind, "to": [*self.senders]}
         return {"notify": note} if kind else {}
 
     @property
     def waiting(self) -> dict[str, int]:
-        """The number of undelivered notifications by destination, earlier ones included."""
-        notes = [event["notify"] for event in list(self.history.lines) if "notify" in event]
-        names = dict.fromkeys([*self.senders, *(name for note in notes for name in note["to"])])
-        return {name: len(self._undelivered(name)) for name in names}
+        """The number of undelivered notifications by destination."""
+        return {name: len(self._undelivered(name)) for name in self.senders}
 
     def deliver(self) -> None:
         """Deliver what waits, with pauses that double as long as a destination fails."""
@@ -72,7 +66,7 @@ class Outbox:
                 try:
                     send(notification(group, self.run))
                 except Exception as error:  # nothing that a receiver does may end the monitor
-                    # The text of an error of a package may have the URL.
+                    # The text of another error may have the URL.
                     reason = str(error) if isinstance(error, Undelivered) else type(error).__name__
                     if (spent := time.monotonic() - began) > SLOW:
                         silence = spent  # each of the others would delay the evaluations as long
@@ -95,18 +89,15 @@ class Outbox:
         """Try for `patience` seconds to deliver what waits, and report what is left."""
         end = time.monotonic() + patience
         self.due = dict.fromkeys(self.senders, 0.0)  # a silent one may be back
-        while any(map(self.waiting.get, self.senders)) and time.monotonic() < end:
+        while any(self.waiting.values()) and time.monotonic() < end:
             self.deliver()
             due = [self.due[name] for name, pause in self.pauses.items() if pause]
             if due and min(due) > end:
                 break
             time.sleep(max(0.0, min(due) - time.monotonic()) if due else 0.0)
         for name, count in self.waiting.items():
-            rest = ", which --notify no longer names"
-            if name in self.senders:
-                rest = "; the next monitor delivers them"
             if count:
-                warn(f"notifications: {count} left for {name}{rest}")
+                warn(f"notifications: {count} left for {name}; the next monitor delivers them")
 
     def _undelivered(self, name: str) -> list[list[Fields]]:
         """Return the lines of each event that a destination has not accepted yet."""
@@ -115,16 +106,15 @@ class Outbox:
         return [group for group, n in notes if n and name in n["to"] and n["id"] not in done]
 
 
-def kind_of(event: Fields, before: AlarmState) -> str | None:
-    """Return "alarm" or "recovery", or None for an event that is not notified, by alarms before."""
+def kind_of(event: Fields, known: Fields | None) -> str | None:
+    """Return "alarm" or "recovery" by the open alarm, or None for an event that is not notified."""
     if event["event"] not in JUDGED:
         return None
-    known = before.event
     if event.get("alarm"):
         # A monitor that is started every hour need not repeat how the last one ended.
         repeated = event["event"] == "ended" and known and event["alarm"] == known.get("alarm")
         return None if repeated else "alarm"
-    return "recovery" if known and not before.after(event).event else None
+    return "recovery" if known and not alarm_after(known, event) else None
 
 
 def notification(lines: Sequence[Fields], run: str) -> Fields:
@@ -153,7 +143,7 @@ def _webhook(url: str) -> Send:
     # A redirect, which would turn the POST into a GET without content, becomes an `HTTPError`.
     redirects.redirect_request = lambda *_: None  # type: ignore[method-assign]
     opener = build_opener(redirects)
-    secret = authorization()
+    secret = os.environ.get(AUTHORIZATION, "").strip()
 
     def send(notification: Fields) -> None:
         headers = {"Content-Type": "application/json", "Idempotency-Key": notification["id"]}
@@ -167,25 +157,5 @@ def _webhook(url: str) -> Send:
         except OSError as error:  # such as no response in time
             reason = error.reason if isinstance(error, URLError) else error
             raise Undelivered(str(reason) or type(error).__name__) from None
-
-    return send
-
-
-def _apprise(url: str) -> Send:
-    """Return a function that sends the text by apprise, to Slack, mail and many others."""
-    import apprise
-
-    log = logging.getLogger("apprise")  # without a handler it prints URLs on stderr
-    log.addHandler(logging.NullHandler())
-    log.propagate = False
-    target = apprise.Apprise.instantiate(url, suppress_exceptions=True)
-    if target is None:
-        raise ValueError(f"--notify {public_name(url)}: apprise does not understand this URL")
-    kinds = {"alarm": apprise.NotifyType.FAILURE, "recovery": apprise.NotifyType.SUCCESS}
-
-    def send(notification: Fields) -> None:
-        kind, body = notification["kind"], f"{notification['text']}\nid {notification['id']}"
-        if not target.notify(body, f"lightning-rob: {kind}", kinds[kind]):
-            raise Undelivered("apprise could not deliver it")
 
     return send

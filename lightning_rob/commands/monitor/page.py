@@ -1,17 +1,28 @@
-"""The state of a monitored run, and how its page shows it."""
+"""The state of a monitored run, and its page, made of the blocks of a report."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from jinja2 import Environment, FileSystemLoader
+from jinja2 import Template
+from markupsafe import Markup
 
-from lightning_rob.commands.monitor.history import JUDGED, AlarmState, Fields, History, seconds_of
+from lightning_rob.commands.monitor.history import JUDGED, Fields, History, alarm_after, seconds_of
 from lightning_rob.commands.monitor.notify import kind_of
-from lightning_rob.evaluation.results import WORST
-from lightning_rob.tables import CLEAN
+from lightning_rob.commands.report.blocks import (
+    NONE,
+    Block,
+    Cell,
+    Heading,
+    Headline,
+    Paragraph,
+    Warned,
+    html,
+    table,
+)
+from lightning_rob.commands.report.runs import attack_result
+from lightning_rob.commands.report.sections import checkpoints, evaluation
 
 UNITS = (("days", 2 * 86400, 86400), ("h", 7200, 3600), ("min", 120, 60), ("s", 0, 1))
 
@@ -41,70 +52,75 @@ def newest_group(history: History, suite: str) -> list[Fields]:
     return max(reversed(groups), key=lambda group: group[-1]["position"], default=[])
 
 
-def view(name: str, snapshot: Snapshot) -> dict[str, Any]:
-    """Return what a template shows of a run of this name."""
-    at, group = snapshot.evaluated_at, snapshot.group
-    rows = list(checkpoints(snapshot.history))
-    attacks = list(dict.fromkeys(name for row in rows for name in row["results"]))
-    attacks.sort(key=lambda name: (name != CLEAN, name == WORST))
-    found = {one["text"]: one for line in group[:-1] for one in line.get("findings", ())}
-    return {
-        "name": name,
-        "short": Path(name).name,
-        "alarm": snapshot.history.alarms().event,
-        "queue": snapshot.queue,
-        "waiting": snapshot.waiting,
-        "since": None if at is None else time.time() - at,
-        "newest": group[-1] if group else None,
-        "results": group[:-1],
-        "worst": next((line for line in group[:-1] if line["name"] == WORST), None),
-        "findings": list(found.values()),
-        "log": list(alarms_of(snapshot.history))[::-1],
-        "attacks": attacks,
-        "checkpoints": rows[::-1],
-        "curves": {attack: curve(rows, attack) for attack in attacks},
-    }
+def page(template: Template, snapshots: Mapping[str, Snapshot], now: Sequence[Block]) -> str:
+    """Return the page of some runs by name, which begins with the blocks `now`."""
+    sections: list[Markup] = [html(now)]
+    if len(snapshots) > 1:
+        sections.append(html([overview(snapshots)]))
+    for i, (name, snapshot) in enumerate(snapshots.items()):
+        sections.append(html(section(name, snapshot, f"run-{i}")))
+    title = f"Monitor of {', '.join(Path(name).name for name in snapshots)}"
+    return template.render(title=title, sections=sections)
 
 
-def checkpoints(history: History) -> Iterator[dict[str, Any]]:
-    """Yield results and event of each evaluation by the last suite, in the order of training."""
-    groups = [g for g in history.groups() if g[-1]["event"] == "evaluated"]
-    for *results, event in sorted(groups, key=lambda group: group[-1]["position"]):
-        if event["suite"] == groups[-1][-1]["suite"]:
-            results_by_name = {line["name"]: line for line in results}
-            yield {"change": None} | event | {"results": results_by_name}
+def overview(snapshots: Mapping[str, Snapshot]) -> Block:
+    """Return a row for each run, linked to its section."""
+    rows = []
+    for i, (name, snapshot) in enumerate(snapshots.items()):
+        state = "ALARM" if snapshot.history.alarm() else "no alarm"
+        rows.append([Cell(name, link=f"run-{i}"), state, str(snapshot.queue)])
+    return table("All models", ["model", "state", "checkpoints that wait>"], rows)
 
 
-def curve(rows: Sequence[Mapping[str, Any]], attack: str) -> list[tuple[float, float]]:
-    """Return the points of a curve in a box of 600 by 200, over the order of checkpoints."""
-    first, last = rows[0]["position"], rows[-1]["position"]
-    known = [
-        (row["position"] - first, row["results"][attack]["accuracy"])
-        for row in rows
-        if attack in row["results"]
-    ]
-    # A NaN has no place.
-    return [(600 * x / max(last - first, 1), 200 * (1 - y)) for x, y in known if y == y]
+def section(name: str, snapshot: Snapshot, place: str) -> Iterator[Block]:
+    """Yield what there is to know of a run, under a heading with the `id` place."""
+    alarm, at = snapshot.history.alarm(), snapshot.evaluated_at
+    yield Heading(1, f"Monitor of {Path(name).name}", place)
+    yield Paragraph(name, "note")
+    state = ("ALARM", f"since {alarm['date']}") if alarm else ("no alarm", "is open")
+    yield Headline(
+        [
+            state,
+            (str(snapshot.queue), "checkpoints wait for evaluation"),
+            (NONE if at is None else ago(time.time() - at), "since the last evaluation"),
+            (ago(time.time() - snapshot.looked_at), "since the last look into the folder"),
+        ]
+    )
+    if alarm:
+        of = alarm.get("checkpoint", "the end of the monitor")
+        yield from (Warned(f"{of}: {reason}", "Alarm") for reason in alarm["alarm"])
+    for to, count in snapshot.waiting.items():
+        if count:
+            yield Warned(f"{to} has not accepted {count} of the notifications; they are repeated")
+    if snapshot.group:
+        *lines, newest = snapshot.group
+        yield Heading(2, f"The newest checkpoint: {newest['checkpoint']}")
+        facts = f"Step {newest['step']}, epoch {newest['epoch']}, evaluated {newest['date']}"
+        yield Paragraph(f"{facts}; SHA-256 of the weights {newest['weights']}.", "note")
+        results = [attack_result(line | {"stage": "test"}) for line in lines]
+        yield from evaluation([result for result in results if result])
+    rows = list(alarms_of(snapshot.history))[::-1]
+    yield Heading(2, "Alarms and recoveries")
+    yield table("The latest first", ["event", "of", "reason", "notified"], rows)
+    yield from checkpoints(list(snapshot.history.lines), 2)
 
 
-def alarms_of(history: History) -> Iterator[Fields]:
-    """Yield each alarm and recovery, with the time of its delivery by destination."""
+def alarms_of(history: History) -> Iterator[list[object]]:
+    """Yield a row for each alarm and recovery, with the time of its delivery by destination."""
     lines = list(history.lines)
     delivered = {(e["id"], e["to"]): e["date"] for e in lines if e.get("event") == "notified"}
-    alarms = AlarmState()
+    alarm: Fields | None = None
     for event in (line for line in lines if line.get("event") in JUDGED):
-        kind, alarms = kind_of(event, alarms), alarms.after(event)
+        kind, alarm = kind_of(event, alarm), alarm_after(alarm, event)
         if kind:
-            note = event.get("notify")
-            to = note and {name: delivered.get((note["id"], name)) for name in note["to"]}
-            yield {"kind": kind, "event": event, "to": to}
+            note = event.get("notify", {"id": "", "to": ()})
+            dates = [f"{to} {delivered.get((note['id'], to), 'not yet')}" for to in note["to"]]
+            of = Cell(event.get("checkpoint", "the end of the monitor"), event["date"])
+            reason = "; ".join(event.get("alarm", ())) or "no alarm any more"
+            yield [kind, of, reason, ", ".join(dates) or "nobody: there was no --notify"]
 
 
 def ago(seconds: float) -> str:
     """Return a time span in the largest unit that gives a number of at least 2."""
     unit, _, size = next(each for each in UNITS if seconds >= each[1] or each[2] == 1)
     return f"{max(0, seconds) // size:.0f} {unit}"
-
-
-TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
-TEMPLATES.filters |= {"ago": ago, "percent": "{:.1%}".format}

@@ -1,6 +1,7 @@
 """Publishes the state of the watched sources over HTTP: page, metrics, health."""
 
 import json
+import re
 import socket
 import sys
 import threading
@@ -8,22 +9,19 @@ import time
 from collections.abc import Mapping
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib.metadata import version
 from importlib.util import find_spec
-from ipaddress import ip_address
 from typing import Any
-from urllib.parse import urlsplit
 
 from lightning_rob.commands.monitor import MonitorConfig
 from lightning_rob.commands.monitor.display import warn
 from lightning_rob.commands.monitor.history import timestamp
-from lightning_rob.commands.monitor.page import TEMPLATES, Snapshot, view
-from lightning_rob.commands.report.blocks import page_template
+from lightning_rob.commands.monitor.page import Snapshot, page
+from lightning_rob.commands.report.blocks import Paragraph, Warned, page_template
 from lightning_rob.runtime.errors import InputError
 
 LIFE = 3600.0  # /healthz fails after as many seconds, and --every, without a look into the folder
 REFRESH = 30  # seconds between two loads of the page
-HELD = "/?refresh=off"  # the page that does not refresh itself
+LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 PAGE = {
     "Content-Type": "text/html; charset=utf-8",
     # The page has neither scripts nor forms, and loads nothing; its style is inline.
@@ -34,6 +32,7 @@ PAGE = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
+    "Refresh": str(REFRESH),
 }
 
 Response = tuple[int, Mapping[str, str], bytes]  # status, headers, content
@@ -47,13 +46,13 @@ class Publisher:
         self.snapshots: dict[str, Snapshot] = {}  # by run
         self.metrics: Any = None
         self.server: Server | None = None
-        self.local = is_local(config.serve_host)
+        self.local = config.serve_host in LOCAL_NAMES
         if find_spec("prometheus_client"):
             from lightning_rob.commands.monitor.metrics import Metrics  # the package is an extra
 
             self.metrics = Metrics(self.snapshots)
+        self.template = page_template(config.template)
         if config.serve is not None:
-            self.template = page_template(TEMPLATES, config.template)
             self.server = Server(config.serve_host, config.serve, self)
 
     def update(self, run: str, snapshot: Snapshot) -> None:
@@ -75,27 +74,18 @@ class Publisher:
             return 200 if healthy else 503, {"Content-Type": "application/json"}, content
         if bare == "/metrics" and self.metrics:
             return 200, *self.metrics.encoded(headers.get("Accept", ""))
-        if path not in ("/", HELD):
+        if path != "/":
             return 404, {}, b"only /, /healthz and, with the extra prometheus, /metrics\n"
         # A page on this machine is only for names of this machine: the name of another that was
         # made to lead here belongs to a website, whose scripts could read the page.
-        try:
-            asked = urlsplit(f"//{headers.get('Host', '')}").hostname or ""  # without the port
-        except ValueError:
-            asked = ""
-        if self.local and not is_local(asked):
+        host = re.sub(r":\d+$", "", headers.get("Host", "")).strip("[]")
+        if self.local and host not in LOCAL_NAMES:
             return 403, {}, b"open this page as localhost, or give its address to --serve_host\n"
-        text = self.template.render(
-            runs=[view(name, snapshot) for name, snapshot in list(self.snapshots.items())],
-            held=path == HELD,
-            healthy=healthy,
-            age=age,
-            now=timestamp(),
-            version=version("lightning-rob"),
-            refresh=REFRESH,
-        )
-        refresh = {} if path == HELD else {"Refresh": str(REFRESH)}
-        return 200, PAGE | refresh, text.encode(errors="backslashreplace")
+        now = f"This page is of {timestamp()}; it refreshes itself every {REFRESH} s."
+        hangs = "the monitor does not look into its folder any more: it hangs"
+        first = Paragraph(now) if healthy else Warned(hangs)
+        text = page(self.template, dict(self.snapshots), [first])
+        return 200, PAGE, text.encode(errors="backslashreplace")
 
 
 class Server(ThreadingHTTPServer):
@@ -141,11 +131,3 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: Any) -> None:
         """Log no request."""
-
-
-def is_local(host: str) -> bool:
-    """Return whether an address or a name can only be of this machine."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host.lower().rstrip(".") == "localhost"

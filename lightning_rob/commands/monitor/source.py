@@ -35,12 +35,19 @@ class Unreachable(InputError):
         super().__init__(without_secrets(reason))  # it may name a server with its password
 
 
-class Refused(Unreachable):
-    """One checkpoint cannot be fetched now, although the source can be listed."""
-
-
 class Replaced(InputError):
     """A checkpoint was replaced or deleted while it was read."""
+
+
+@contextmanager
+def reaching(what: str) -> Iterator[None]:
+    """Turn any exception of a package in a block into `Unreachable`, which begins with `what`."""
+    try:
+        yield
+    except Exception as error:
+        if getattr(error, "errno", None) in UNWRITABLE:
+            raise
+        raise Unreachable(f"{what}: {reason_of(error)}") from error
 
 
 class Source(ABC):
@@ -121,10 +128,8 @@ class Bucket(RemoteSource):
         from fsspec.core import url_to_fs  # not needed for a local folder
 
         self.url = url
-        try:
+        with reaching(f"{url} cannot be opened"):
             self.files, self.root = url_to_fs(url)
-        except Exception as error:  # of any package
-            raise Unreachable(f"{url} cannot be opened: {reason_of(error)}") from error
         # The path of http is the whole URL, whose two slashes a `PurePosixPath` would join.
         folder, _, name = self.root.rpartition("/")
         self.single = name if name.endswith(".ckpt") else ""
@@ -145,27 +150,19 @@ class Bucket(RemoteSource):
         return found
 
     def fetch(self, name: str, stamp: Stamp) -> None:
-        try:
+        with reaching(f"{self.url}: {name} cannot be fetched"):
             target = self.cache / PurePosixPath(name).name
             self.files.get_file(f"{self.top}/{name}", str(target))
-        except Exception as error:  # of any package
-            if isinstance(error, OSError) and error.errno in UNWRITABLE:
-                raise
-            self._listed()  # raises the error of a bucket that is away as a whole
-            raise Refused(f"{self.url}: {name} cannot be fetched: {reason_of(error)}") from error
         if self.stamps().get(name) != stamp:
             raise Replaced(f"{self.url}: {name} was replaced while it was fetched")
 
     def _listed(self) -> dict[str, dict[str, Any]]:
-        try:
+        with reaching(f"{self.url} cannot be listed"):
             self.files.invalidate_cache()
             if not self.single:
                 found = self.files.find(self.root, detail=True)
                 return {place.removeprefix(f"{self.top}/"): found[place] for place in found}
             return {self.single: self.files.info(self.root)}
-        except Exception as error:  # of any package
-            state = "is not there" if isinstance(error, FileNotFoundError) else "cannot be listed"
-            raise Unreachable(f"{self.url} {state}: {reason_of(error)}") from error
 
 
 class RegisteredModel(RemoteSource):
@@ -179,25 +176,19 @@ class RegisteredModel(RemoteSource):
         self.url = url
         self.model, self.alias = parse_model(url)
         self.download = mlflow.artifacts.download_artifacts
-        try:
+        with reaching(f"{url} cannot be opened"):
             # The server is that of MLFLOW_TRACKING_URI or MLFLOW_REGISTRY_URI.
             self.client: Any = mlflow.MlflowClient()
-        except Exception as error:  # of any store
-            raise Unreachable(f"{url} cannot be opened: {error}") from error
 
     def stamps(self) -> dict[str, Stamp]:
-        try:
+        with reaching(f"{self.url} cannot be read"):
             found = self.client.get_model_version_by_alias(self.model, self.alias)
-        except Exception as error:  # of any store
-            raise Unreachable(f"{self.url} cannot be read: {error}") from error
         number = str(found.version)
         return {f"{self.model}-v{number}.ckpt": (number, found.creation_timestamp)}
 
     def fetch(self, name: str, stamp: Stamp) -> None:
-        try:
+        with reaching(f"{self.url}: version {stamp[0]}"):
             self.download(f"models:/{self.model}/{stamp[0]}", dst_path=str(self.cache))
-        except Exception as error:  # of any store
-            raise Unreachable(f"{self.url}: version {stamp[0]}: {error}") from error
         found = list(self.cache.rglob("*.ckpt"))
         if len(found) != 1:
             raise InputError(f"{name} has not exactly one file of the kind .ckpt")

@@ -10,7 +10,6 @@ from lightning_rob.callbacks.measurement import Measurement, measure
 from lightning_rob.callbacks.robust_eval import full_defense
 from lightning_rob.commands.base import Run, without_reporting
 from lightning_rob.commands.scores import Scores, scores_by_name
-from lightning_rob.evaluation.evaluate import as_defense
 from lightning_rob.evaluation.records import Result
 from lightning_rob.evaluation.results import WORST, worst_measurement, worst_over
 from lightning_rob.evaluation.suites import default_attacks, plug_in_for
@@ -59,17 +58,6 @@ class Suite:
         overrides = [list(pair) for pair in run.overrides]
         model = [type(run.model).__name__, overrides, settings["model"] if overrides else None]
         self.key = cache_key(evaluations=described, **settings | {"model": model})
-
-    def replace_module(self, module: Any) -> None:
-        """Evaluate another module from now on, by the same attacks on the same images."""
-        before, after = (as_defense(m).transductive for m in (self.module, module))
-        if before != after:
-            raise ValueError(
-                "by its recipe its defense "
-                f"{'adapts to its attacker' if after else 'does not adapt'}, unlike that of the "
-                "first checkpoint: the same attacks cannot judge both; watch it in its own folder"
-            )
-        self.module = module
 
     @property
     def names(self) -> list[str]:

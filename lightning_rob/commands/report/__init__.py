@@ -10,7 +10,6 @@ from typing import ClassVar
 
 from lightning_rob.commands.config import CommandConfig
 from lightning_rob.commands.report.blocks import (
-    TEMPLATES,
     Block,
     Heading,
     Paragraph,
@@ -29,8 +28,8 @@ class ReportConfig(CommandConfig):
     """Turn the records of runs into one HTML page, complete in itself, and into Markdown.
 
     A page shows the last evaluation of each run, its robust accuracy epoch by epoch, all
-    arguments of each attack, sweeps, matrices and pictures where a run has them, and the
-    recipe. Several runs are compared in one table.
+    arguments of each attack, pictures where a run has them, and the recipe.
+    Several runs are compared in one table.
 
       lightning-rob report logs/version_0     logs/version_0/report.html and .md
       lightning-rob report logs               all runs below logs, compared
@@ -56,23 +55,19 @@ class ReportConfig(CommandConfig):
 
 
 def run(config: ReportConfig) -> None:
-    """Write the report, and name the folders that have no records."""
-    runs = find_runs(config.runs)
-    known = [found.folder.resolve() for found in runs]
-    for folder in config.runs:
-        if not any(path.is_relative_to(folder.resolve()) for path in known):
-            print(visible(f"Nothing is recorded in {folder}"), file=sys.stderr)
+    """Write the report."""
     folder = config.runs[0] if len(config.runs) == 1 else Path()
-    for path in _write(runs, config.out or folder / "report.html", config.template):
+    for path in report(config.runs, config.out or folder / "report.html", config.template):
         print(visible(f"Wrote {path}"))
 
 
-def report(folders: Sequence[str | Path], out: Path) -> tuple[Path, Path]:
-    """Write the page of some runs to `out` and Markdown beside it."""
-    return _write(find_runs(folders), out)
-
-
-def _write(runs: Sequence[Run], out: Path, template: Path | None = None) -> tuple[Path, Path]:
+def report(folders: Sequence[Path], out: Path, template: Path | None = None) -> tuple[Path, Path]:
+    """Write the page of some runs to `out` and Markdown beside it; name folders without records."""
+    runs = find_runs(folders)
+    known = [found.folder.resolve() for found in runs]
+    for folder in folders:
+        if not any(path.is_relative_to(folder.resolve()) for path in known):
+            print(visible(f"Nothing is recorded in {folder}"), file=sys.stderr)
     if out.suffix != ".html":
         raise ValueError(f"--out is the page and ends in .html, got {out}")
     beside = out.with_suffix(".md")
@@ -82,7 +77,7 @@ def _write(runs: Sequence[Run], out: Path, template: Path | None = None) -> tupl
     title = f"Robustness of {title}"
     sections = list(_sections(runs, title, out.parent))
     pages = [page for page, _ in sections]
-    page = page_template(TEMPLATES, template).render(title=title, sections=pages)
+    page = page_template(template).render(title=title, sections=pages)
     text = "\n\n".join(text for _, text in sections) + "\n"
     out.write_text(page, "utf-8", "backslashreplace")
     beside.write_text(text, "utf-8", "backslashreplace")

@@ -18,7 +18,6 @@ from jinja2 import (
     select_autoescape,
 )
 from markupsafe import Markup
-from PIL import Image
 
 from lightning_rob.runtime.errors import InputError, visible
 
@@ -60,12 +59,9 @@ class Headline(NamedTuple):
 class Picture(NamedTuple):
     """A PNG file, which the page embeds and Markdown links."""
 
-    name: str
     caption: str
     link: str  # path from the folder of the report
-    data: str = ""  # content in base 64; empty if it is not a PNG image
-    width: int = 0  # in the page's pixels
-    height: int = 0
+    data: str  # content in base 64
 
 
 class Code(NamedTuple):
@@ -91,7 +87,6 @@ class Line(NamedTuple):
     name: str
     value: str
     color: str
-    dashed: bool
     points: Sequence[Point]
     band: Sequence[Point]
 
@@ -101,10 +96,7 @@ class Curve(NamedTuple):
 
     lines: Sequence[Line]  # in a box of 600 by 200
     ticks: Sequence[tuple[float, int]]  # place and number
-    peak: Point | None
-    marked: bool  # whether each point of a line has a mark
     by: str  # text below the ticks
-    alt: str  # content of the figure in words
     caption: str
 
 
@@ -114,12 +106,10 @@ class Cell(NamedTuple):
     text: str
     small: str = ""  # more, in smaller print
     link: str = ""  # the `id` of a section of the page
-    shade: float | None = None  # a share in [0, 1] that colours the cell
-    span: Interval = None  # drawn as a range on a scale with `shade` as the point in it
 
 
 class Table(NamedTuple):
-    """Rows under headings, made by `table`; `shown` are the columns that Markdown has too."""
+    """Rows under headings, made by `table`."""
 
     caption: str
     heads: Sequence[Cell]
@@ -127,7 +117,6 @@ class Table(NamedTuple):
     rows: Sequence[Sequence[Cell]]
     strong: Collection[int]
     kind: str
-    shown: Sequence[int]
 
 
 Block = Heading | Paragraph | Warned | Headline | Picture | Code | Details | Curve | Table
@@ -136,15 +125,7 @@ Block = Heading | Paragraph | Warned | Headline | Picture | Code | Details | Cur
 def picture(path: Path, caption: str, folder: Path) -> Picture:
     """Return a PNG file for a report in `folder`."""
     link = os.path.relpath(path.resolve(), folder.resolve()).replace(os.sep, "/")
-    try:
-        with Image.open(path, formats=["PNG"]) as image:
-            # The page has 96 pixels an inch, whatever resolution the file was drawn in.
-            scale = 96 / (image.info.get("dpi") or (96,))[0]
-            width, height = (round(size * scale) for size in image.size)
-    except (OSError, SyntaxError, ZeroDivisionError, Image.DecompressionBombError):
-        return Picture(path.name, caption, link)
-    data = base64.b64encode(path.read_bytes()).decode()
-    return Picture(path.name, caption, link, data, width, height)
+    return Picture(caption, link, base64.b64encode(path.read_bytes()).decode())
 
 
 def table(
@@ -159,12 +140,9 @@ def table(
         [value if isinstance(value, Cell) else Cell(str(value)) for value in row]
         for row in (columns, *rows)
     )
-    if any(len(row) != len(given) for row in cells):
-        raise ValueError(f"a row of the table {caption!r} has another number of cells")
     heads = [Cell(head.text.removesuffix(">"), head.small) for head in given]
     numeric = [head.text.endswith(">") for head in given]
-    shown = [i for i, head in enumerate(heads) if head.text or i == 0]  # others only draw
-    return Table(caption, heads, numeric, cells, strong, kind, shown)
+    return Table(caption, heads, numeric, cells, strong, kind)
 
 
 def percent(share: float | None) -> str:
@@ -177,10 +155,9 @@ def between(interval: Interval) -> str:
     return f"{interval[0]:.1%} … {interval[1]:.1%}" if interval else ""
 
 
-def accuracy_cell(share: float | None, interval: Interval = None, shaded: bool = False) -> Cell:
-    """Return an accuracy above its interval, shaded by it where it is known."""
-    known = share is not None and math.isfinite(share)
-    return Cell(percent(share), between(interval), shade=share if shaded and known else None)
+def accuracy_cell(share: float | None, interval: Interval = None) -> Cell:
+    """Return an accuracy above its interval."""
+    return Cell(percent(share), between(interval))
 
 
 def line_name(key: tuple[str, str]) -> str:
@@ -209,6 +186,7 @@ def plain(text: object) -> str:
     return re.sub(r"([\\`*\[\]|~])|(?<!\w)(_)|(_)(?!\w)", r"\\\g<0>", line)
 
 
+EXTENDED = '{% extends "page.html" %}'
 TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent),
     autoescape=select_autoescape(["html"]),
@@ -217,19 +195,16 @@ TEMPLATES = Environment(
     lstrip_blocks=True,
 )
 TEMPLATES.filters["plain"] = plain
-TEMPLATES.filters["clamp"] = lambda share: 100 * min(max(share, 0.0), 1.0)
 TEMPLATES.filters["points"] = lambda points: " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
 # The templates ask for the class of a block by its name: {% if block is Heading %}.
 for each in get_args(Block):
     TEMPLATES.tests[each.__name__] = lambda block, kind=each: isinstance(block, kind)
 
 
-def page_template(environment: Environment, path: Path | None) -> Template:
-    """Return `page.html` of an environment, or a template of the user, which may extend it."""
-    if path is None:
-        return environment.get_template("page.html")
+def page_template(path: Path | None) -> Template:
+    """Return the template of a page: the shipped one, or a user's, which may extend it."""
     try:
-        return environment.from_string(path.read_text("utf-8"))
+        return TEMPLATES.from_string(path.read_text("utf-8") if path else EXTENDED)
     except (OSError, ValueError, TemplateError) as error:
         raise InputError(f"the template {path} cannot be used: {error}") from error
 

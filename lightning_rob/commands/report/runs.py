@@ -4,7 +4,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
@@ -114,13 +114,9 @@ class Run:
     folder: Path
     label: str  # that no other run on the page has
     evaluations: Evaluations  # of `RobustEval`
-    matrices: list[Fields]  # of `TransferMatrixEval`, the last of each stage and attack
-    votes: list[Fields]  # of `VotingRuleEval`, the last of each stage, attack, ensemble and rule
     overfitting: list[Fields]  # verdicts of `RobustCheckpoint`
-    sweep: list[Fields]
     monitor: list[Fields]
     audit: Fields  # of `RobustAudit`; empty where there is none
-    others: dict[str, Fields]  # last record of a gallery by the name of its file
     recipe: str  # text of config.yaml, and its content
     config: Fields
     pictures: list[Path]
@@ -160,8 +156,7 @@ def find_runs(paths: Sequence[str | Path]) -> list[Run]:
             folders.setdefault(folder.resolve(), folder)
     runs = []
     for run in map(read_run, folders.values()):
-        tables = run.matrices or run.votes or run.sweep or run.monitor or run.audit
-        if run.evaluations.by_stage or tables or (run.others and run.pictures):
+        if run.evaluations.by_stage or run.monitor or run.audit or run.pictures:
             runs.append(run)
     if not runs:
         searched = ", ".join(map(str, paths))
@@ -185,51 +180,45 @@ def find_runs(paths: Sequence[str | Path]) -> list[Run]:
 def read_run(folder: Path) -> Run:
     """Read all records of a folder; the field `kind` names their type, not the file."""
     files = [path for path in sorted(folder.glob("*.jsonl")) if path.name != MONITOR]
-    found: list[tuple[str, Fields]] = []
+    found: list[Fields] = []
     for path in files:
         records = list(records_in(path))
         tests = [fields.get("session") for fields in records if fields.get("stage") == "test"]
         # The weights of earlier processes may have been others: their tests do not count.
         found += [
-            (path.stem, fields)
+            fields
             for fields in records
             if fields.get("stage") != "test" or fields.get("session") == tests[-1]
         ]
     kinds: dict[Any, list[Fields]] = {}
-    for _, fields in found:
+    for fields in found:
         if "variable" not in fields:
             kinds.setdefault(fields.get("kind"), []).append(fields)
-    try:
-        path = folder / AUDIT  # a pipe of this name would never end
-        audit = json.loads(path.read_text(errors="replace")) if path.is_file() else {}
-    except (OSError, ValueError, RecursionError):
-        audit = {}
-    is_audit = isinstance(audit, dict) and isinstance(audit.get("findings"), list)
-    is_audit = is_audit and (audit.get("schema"), audit.get("kind")) == (SCHEMA, "audit")
-    recipe = folder / "config.yaml"
-    text = recipe.read_text(errors="replace") if recipe.is_file() else ""
-    try:
-        config = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        config = {}
+    audit = _mapping(_text(folder / AUDIT), json.loads)
+    is_audit = (audit.get("schema"), audit.get("kind")) == (SCHEMA, "audit")
+    recipe = _text(folder / "config.yaml")
     return Run(
         folder=folder,
         label=folder.name,
         evaluations=Evaluations(filter(None, map(attack_result, kinds.get("accuracy", ())))),
-        matrices=_last(kinds.get("transfer_matrix", ()), "name"),
-        votes=_last(kinds.get("voting_rule", ()), "name", "ensemble", "rule"),
-        overfitting=_last(kinds.get("overfitting", ()), "name"),
-        sweep=[fields for _, fields in found if "variable" in fields],
+        overfitting=list({str(f.get("name")): f for f in kinds.get("overfitting", ())}.values()),
         monitor=list(records_in(folder / MONITOR)),
         audit=audit if is_audit else {},
-        others={stem: fields for stem, fields in found if fields.get("kind") == "gallery"},
-        recipe=text,
-        config=config if isinstance(config, dict) else {},
+        recipe=recipe,
+        config=_mapping(recipe, yaml.safe_load),
         pictures=sorted(filter(Path.is_file, folder.glob("*.png"))),
     )
 
 
-def _last(records: Iterable[Fields], *names: str) -> list[Fields]:
-    """Return the last record for each value of these fields, from the test if there was one."""
-    last = {tuple(str(fields.get(key)) for key in ("stage", *names)): fields for fields in records}
-    return [f for f in last.values() if f.get("stage") == "test"] or list(last.values())
+def _text(path: Path) -> str:
+    # A pipe of this name would never end.
+    return path.read_text(errors="replace") if path.is_file() else ""
+
+
+def _mapping(text: str, load: Callable[[str], Any]) -> Fields:
+    """Return the mapping that a text holds, empty if it holds anything else."""
+    try:
+        content = load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from lightning_rob.commands import specs
 from lightning_rob.commands.report.blocks import (
@@ -53,8 +52,6 @@ from lightning_rob.commands.specs import (
 )
 from lightning_rob.comparisons import holm
 
-LONG = 60  # letters of a field from which it is left out of a caption
-HIDDEN = ("schema", "kind", "name")  # fields that no caption shows
 Checkpoint = tuple[Fields, dict[Key, AttackResult]]  # the record that ends it, and its results
 Column = tuple[str, str, str]  # attack, target, threat
 Results = Mapping[Column, AttackResult]
@@ -68,7 +65,6 @@ SUITE = (
 )
 WIDTH, HEIGHT = 600, 200  # of the drawing, without the texts around it
 COLORS = 8  # of the page
-MANY_EPOCHS = 40
 TICKS = 6
 Series = Mapping[Key, Sequence[AttackResult]]
 
@@ -139,33 +135,23 @@ def run_section(run: Run, name: str, level: int, folder: Path) -> Iterator[Block
     if final:
         yield from evaluation(final)
     yield from _history(run, below)
-    yield from monitor(run.monitor, below)
+    yield from map(Warned, dict.fromkeys(_alarms(run.monitor)))  # a later end may repeat one
+    yield from checkpoints(run.monitor, below)
     yield from _audit(run.audit, below)
     if any(result.is_attack for result in final):
         yield Heading(below, "Arguments of the attacks")
         yield attack_table(final)
-    yield from _sweeps(run.sweep, below)
-    if run.matrices:
-        yield from _matrices(run.matrices, below)
-    yield from votes(run.votes, below)
     yield from _pictures(run, below, folder)
     yield from _provenance(run, final)
 
 
 def _setup(run: Run) -> Iterator[str]:
     options = setting(run.config, "model", "init_args")
-    net = class_name(setting(options, "net", "class_path"))
-    members, probs = setting(options, "members"), setting(options, "probs")
-    size = members or (len(probs) if isinstance(probs, list) else None)
-    if net:
-        yield f"{size} \N{MULTIPLICATION SIGN} {net}" if size else net
-    if isinstance(probs, list):
-        yield f"probabilities {', '.join(map(str, probs))}"
+    if net := class_name(setting(options, "net", "class_path")):
+        yield net
     threat = setting(options, "attack", "init_args", "threat")
     if trained := [short(setting(threat, key)) for key in ("norm", "eps") if setting(threat, key)]:
         yield f"trained against {' '.join(trained)}"
-    if checkpoint := setting(run.config, "ckpt_path"):
-        yield f"checkpoint {checkpoint}"
 
 
 def _history(run: Run, level: int) -> Iterator[Block]:
@@ -181,12 +167,9 @@ def _history(run: Run, level: int) -> Iterator[Block]:
         [epoch, *(percent(at[key].accuracy) if key in at else NONE for key in series)]
         for epoch, at in evaluated
     ]
-    peak = best(series)
     caption = "Accuracy on the validation images by epoch, the latest first"
-    caption += f"; {peak.name} was best at epoch {peak.epoch}" if peak else ""
-    strong = [i for i, (epoch, _) in enumerate(evaluated) if peak and peak.epoch == epoch]
     columns = ["epoch", *(f"{line_name(key)}>" for key in series)]
-    yield Details("The numbers of every epoch", [table(caption, columns, rows, strong)])
+    yield Details("The numbers of every epoch", [table(caption, columns, rows)])
 
 
 def _audit(audit: Fields, level: int) -> Iterator[Block]:
@@ -200,7 +183,7 @@ def _audit(audit: Fields, level: int) -> Iterator[Block]:
         yield Paragraph("Nothing suspicious was found.")
     attacks = audit.get("attacks", [])
     rows = [
-        [f["name"], f.get("ball", ""), accuracy_cell(f.get("accuracy"), f.get("interval"), True)]
+        [f["name"], f.get("ball", ""), accuracy_cell(f.get("accuracy"), f.get("interval"))]
         for f in attacks
     ]
     caption = f"Accuracy on {attacks[0]['n'] if attacks else 0:,} test images"
@@ -209,95 +192,11 @@ def _audit(audit: Fields, level: int) -> Iterator[Block]:
     yield Details("Other checks", [table("", ["check", "severity", "finding"], rest)])
 
 
-def _sweeps(records: Sequence[Fields], level: int) -> Iterator[Block]:
-    variables = [str(fields["variable"]) for fields in records if fields.get("kind") == "accuracy"]
-    for variable in dict.fromkeys(variables):
-        points = list(_points([f for f in records if str(f["variable"]) == variable]))
-        if not points:
-            continue
-        yield Heading(level, f"Sweep over {variable}")
-        yield from map(Warned, few_images([result for _, result in points]))
-        at = {(value, r.key): r for value, r in points}  # of repeated results the last counts
-        last = {r.key: r for _, r in points}
-        keys = sorted(last, key=lambda key: {"clean": 0, "worst": 2}.get(key[0], 1))
-        threats = ["" if variable == "eps" else threat_text(last[key].threat) for key in keys]
-        heads = [Cell(f"{line_name(k)}>", threat) for k, threat in zip(keys, threats, strict=True)]
-        rows = [
-            [value, *(result_cell(at.get((value, key))) for key in keys)]
-            for value in dict.fromkeys(value for value, _ in points)
-        ]
-        n = extent([r.n for _, r in points])
-        caption = f"Accuracy on {n} test images by {variable}, with 95 % intervals"
-        yield table(caption, [variable, *heads], rows)
-        first = [result for value, result in points if value == points[0][0]]
-        if any(result.is_attack and result.attack for result in first):
-            caption = f"Every argument of every attack, at {variable} {points[0][0]}"
-            yield attack_table(first, caption)
-
-
-def _points(records: Sequence[Fields]) -> Iterator[tuple[str, AttackResult]]:
-    """Yield value (as text) and result of the last finished sweep, or of all unfinished ones."""
-    measured = [fields for fields in records if fields.get("kind") == "accuracy"]
-    if finished := [fields for fields in records if fields.get("kind") == "sweep_study"]:
-        points = [(value, key) for value, key in finished[-1]["points"]]
-        measured = [
-            f for f in measured if (f.get("value"), f.get("reuse", {}).get("key")) in points
-        ]
-
-    for fields in sorted(measured, key=lambda fields: float(fields["value"])):
-        if result := attack_result({"stage": "test"} | fields):
-            value = float(fields["value"])
-            yield str(int(value)) if value.is_integer() else short(value), result
-
-
-def _matrices(matrices: Sequence[Fields], level: int) -> Iterator[Block]:
-    yield Heading(level, "Transfer between members")
-    yield Paragraph("Each member is attacked alone, and all members predict.")
-    for fields in matrices:
-        columns = [f"member {j + 1} attacked>" for j in range(len(fields["matrix"][0]))]
-        rows: list[list[object]] = []
-        for i, found in enumerate(zip(fields["matrix"], fields["intervals"], strict=True), start=1):
-            cells = [accuracy_cell(*pair, shaded=True) for pair in zip(*found, strict=True)]
-            rows.append([f"member {i} predicts", *cells])
-        of, within = split_of(fields["stage"]), threat_text(fields.get("threat"))
-        epoch = f" at epoch {fields['epoch']}" if fields["stage"] != "test" else ""
-        caption = f"{fields['name']}{f' ({within})' if within else ''}: accuracy on "
-        caption += f"{fields['n']:,} {of} images{epoch}"
-        yield table(caption, ["prediction", *columns], rows, kind="matrix")
-
-
-def votes(records: Sequence[Fields], level: int) -> Iterator[Block]:
-    """Yield the accuracy under each attack by every voting rule, a row for each ensemble."""
-    if not records:
-        return
-    yield Heading(level, "All voting rules, from the same votes")
-    cells: dict[tuple[Any, ...], dict[str, Cell]] = {}
-    for fields in records:
-        row = tuple(fields.get(key) for key in ("name", "ensemble", "members", "dissimilarity"))
-        accuracy = accuracy_cell(fields.get("accuracy"), fields.get("interval"), shaded=True)
-        cells.setdefault(row, {})[str(fields["rule"])] = accuracy
-    rules = list(dict.fromkeys(str(fields["rule"]) for fields in records))
-    rows = [
-        [*names, f"{distance:.3f}" if distance else "", *(by_rule.get(rule, "") for rule in rules)]
-        for (*names, distance), by_rule in cells.items()
-    ]
-    columns = ["attack", "ensemble", "members>", "dissimilarity>", *(f"{rule}>" for rule in rules)]
-    caption = f"Accuracy on {records[0]['n']:,} {split_of(str(records[0]['stage']))} images"
-    yield table(caption, columns, rows, kind="matrix")
-
-
 def _pictures(run: Run, level: int, folder: Path) -> Iterator[Block]:
     if run.pictures:
         yield Heading(level, "Pictures")
     for path in run.pictures:
-        facts = [
-            f"{key} {short(value)}"
-            for key, value in run.others.get(path.stem, {}).items()
-            if key not in HIDDEN and isinstance(value, int | float | str)
-            if 0 < len(str(value)) <= LONG
-        ]
-        caption = ": ".join(filter(None, [path.stem.replace("_", " "), ", ".join(facts)]))
-        yield picture(path, caption, folder)
+        yield picture(path, path.stem.replace("_", " "), folder)
 
 
 def _provenance(run: Run, final: Sequence[AttackResult]) -> Iterator[Block]:
@@ -314,14 +213,11 @@ def _provenance(run: Run, final: Sequence[AttackResult]) -> Iterator[Block]:
         yield Details("The recipe: config.yaml", [Code(run.recipe)])
 
 
-def monitor(records: Sequence[Fields], level: int) -> Iterator[Block]:
-    """Yield alarms, the curve of the last suite, and its numbers."""
-    alarms = dict.fromkeys(_alarms(records))  # a later end may repeat one
+def checkpoints(records: Sequence[Fields], level: int) -> Iterator[Block]:
+    """Yield the curve of the checkpoints of a monitor by its last suite, and the numbers."""
     found = sorted(_evaluated(records), key=lambda checkpoint: checkpoint[0]["position"])
-    if found or alarms:
-        yield Heading(level, "Checkpoint by checkpoint")
-    yield from map(Warned, alarms)
     if found:
+        yield Heading(level, "Checkpoint by checkpoint")
         # Checkpoints of a training follow one another by step, models that replace one another
         # in a single file by evaluation.
         replaced = any(event["position"] != event["step"] for event, _ in found)
@@ -460,15 +356,13 @@ def few_images(results: Sequence[AttackResult]) -> Iterator[str]:
 def accuracy_table(final: Sequence[AttackResult]) -> Table:
     """Return a row per attack; the row of the accuracy to cite is in bold type."""
     stage, cite = split_of(final[0].stage), result_to_cite(final)
-    scale = Cell("", small="0 to 100 %")  # the heading of a column that only the page has
-    measured = ["accuracy>", "95 % interval>", scale, "images>", "seconds>"]
+    measured = ["accuracy>", "95 % interval>", "images>", "seconds>"]
     rows = [
         [
             r.name,
             r.target.replace("_", " "),
             percent(r.accuracy),
             between(r.interval),
-            Cell("", shade=r.accuracy, span=r.interval),
             f"{r.n:,}",
             f"{r.seconds:,.1f}" if r.seconds else "",
             listed(threats(r, final)),
@@ -505,14 +399,6 @@ def _attack_rows(name: str, target: str, attack: Spec) -> Iterator[list[str]]:
         yield from _attack_rows(f"{name}, part {i}", target, part)
 
 
-def best(series: Series) -> AttackResult | None:
-    """Return the result with the best worst case, or the best under the only attack."""
-    attacked = [records for key, records in series.items() if key[1] == WHOLE and key[0] != "clean"]
-    ranked = series.get(WORST) or (attacked[0] if len(attacked) == 1 else [])
-    known = [record for record in ranked if record.accuracy == record.accuracy]
-    return max(known, key=lambda record: record.accuracy, default=None)
-
-
 def curve(series: Series, by: str = "epoch", of: str = "validation") -> Curve:
     """Return the figure; of clean images the whole defense alone is shown."""
     shown = {k: records for k, records in series.items() if k[1] == WHOLE or k[0] != "clean"}
@@ -520,41 +406,21 @@ def curve(series: Series, by: str = "epoch", of: str = "validation") -> Curve:
     first, span = epochs[0], max(epochs[-1] - epochs[0], 1)
 
     def place(epoch: int, share: float) -> tuple[float, float]:
-        across = (epoch - first) / span if len(epochs) > 1 else 0.5
-        return WIDTH * across, HEIGHT * (1 - share)
+        return WIDTH * (epoch - first) / span, HEIGHT * (1 - share)
 
     lines = []
     for i, (key, records) in enumerate(shown.items()):
         known = [r for r in records if r.accuracy == r.accuracy]  # a NaN has no place
-        low, high = (
-            [place(r.epoch, (r.interval or (r.accuracy, r.accuracy))[end]) for r in known]
-            for end in (0, 1)
-        )
-        band = low + high[::-1] if key == WORST else []
-        if len(band) == 2:  # of a single evaluation, which has no width
-            (x, bottom), (_, top) = band
-            band = [(x - 6, bottom), (x + 6, bottom), (x + 6, top), (x - 6, top)]
-        color = {"clean": "--grey", "worst": "--ink"}.get(key[0], f"--line-{i % COLORS}")
         points = [place(r.epoch, r.accuracy) for r in known]
-        value = percent(records[-1].accuracy)
-        lines.append(Line(line_name(key), value, color, key[1] != WHOLE, points, band))
-    values = ", ".join(f"{line.name} {line.value}" for line in lines)
-    alt = f"Accuracy on the {of} images by {by}, at the last {by}: {values}."
-    sentences = ["The band is the 95 % interval of worst."] if WORST in shown else []
-    peak = best(series) if len(epochs) > 1 else None
-    if peak:
-        was = f"{peak.name} was best at {by} {peak.epoch}: {percent(peak.accuracy)}."
-        alt += f" {was}"
-        sentences.append(f"The circle marks where {was.replace(' at ', ', at ', 1)}")
+        band: list[tuple[float, float]] = []
+        if key == WORST:
+            ends = [(r.epoch, r.interval or (r.accuracy, r.accuracy)) for r in known]
+            low, high = ([place(epoch, share[end]) for epoch, share in ends] for end in (0, 1))
+            band = low + high[::-1]
+        color = {"clean": "--grey", "worst": "--ink"}.get(key[0], f"--line-{i % COLORS}")
+        lines.append(Line(line_name(key), percent(records[-1].accuracy), color, points, band))
     n = extent([record.n for records in shown.values() for record in records])
-    sentences.append(f"The numbers are those of the last {by}; {n} {of} images.")
-    step = max(1, -(-len(epochs) // TICKS))
-    return Curve(
-        lines,
-        [(place(epoch, 0)[0], epoch) for epoch in epochs[::step]],
-        place(peak.epoch, peak.accuracy) if peak else None,
-        len(epochs) <= MANY_EPOCHS,
-        by,
-        alt,
-        " ".join(sentences),
-    )
+    caption = f"Accuracy on {n} {of} images by {by}; the numbers are those of the last {by}."
+    caption += " The band is the 95 % interval of worst." if WORST in shown else ""
+    ticks = [(place(epoch, 0)[0], epoch) for epoch in epochs[:: -(-len(epochs) // TICKS)]]
+    return Curve(lines, ticks, by, caption)

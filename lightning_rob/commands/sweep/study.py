@@ -43,7 +43,7 @@ def run(config: SweepConfig, built: Run) -> None:
         table, failures = swept(config.own(points), config, built, others, folder)
     if built.trainer.is_global_zero and config.part is None:
         outcome = SweepTable(config, table)
-        outcome.show()
+        outcome.show(folder / "sweep.md")
         # `sweep.jsonl` may hold other sweeps, so a record of its own says what this table has.
         keys = [[point.value.number, point.key] for point in points if point.value in table]
         study = {"kind": "sweep_study", "variable": config.over, "points": keys}
@@ -51,7 +51,7 @@ def run(config: SweepConfig, built: Run) -> None:
         save(outcome.figure(), folder / "sweep.png")
         if config.best:
             print(outcome.best())
-        print(f"Wrote {folder}/sweep.jsonl and sweep.png")
+        print(f"Wrote {folder}/sweep.jsonl, sweep.md and sweep.png")
     if failures:
         raise Fault(f"{len(failures)} of {len(points)} values failed, {'; '.join(failures)}")
 

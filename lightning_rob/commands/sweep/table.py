@@ -1,8 +1,10 @@
 """The outcome of a sweep: a table for the terminal, a figure and the best value."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from matplotlib.figure import Figure
+from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 
@@ -77,10 +79,17 @@ class SweepTable:
         unit = " in 1/255" if of_255 else " (images span 0 to 1)" * (self.over == "eps")
         return curves(lines, AXES[self.over] + unit, f"accuracy in %, {self.images} images")
 
-    def show(self) -> None:
-        """Print the table, intervals below the accuracies."""
+    def show(self, path: Path) -> None:
+        """Print the table, intervals below the accuracies, and write it as Markdown."""
+        Console().print(self._table("\n"))
+        with path.open("w", encoding="utf-8") as file:
+            Console(file=file, width=1000).print(self._table(" "))
+
+    def _table(self, gap: str) -> Table:
+        """Return the table, with a text between accuracy and interval."""
         caption = f"accuracy in %, 95 % interval; {self.images} images"
         table = Table(title=f"Sweep over {self.over}", caption=caption, title_justify="left")
+        table.box = table.box if gap == "\n" else MARKDOWN
         for name in [self.over, *map(self.heading, self.columns)]:
             table.add_column(name, justify="right", overflow="fold")
         for value, row in self.table.items():
@@ -88,6 +97,6 @@ class SweepTable:
             for i, name in enumerate(self.columns):
                 if name in row:
                     low, high = (100 * bound for bound in row[name].interval)
-                    cells[i] = f"{100 * row[name].accuracy:.1f}\n{low:.1f}…{high:.1f}"
+                    cells[i] = f"{100 * row[name].accuracy:.1f}{gap}{low:.1f}…{high:.1f}"
             table.add_row(value.label, *cells)
-        Console().print(table)
+        return table

@@ -25,7 +25,7 @@ class TuneConfig(SpreadConfig):
         patience: stop after more than N trials without improvement (40)
         random: random trials before the optimizer proposes (12)
         seed: of the search and, with the trial's number, of its training
-        out: for trials.jsonl and best.yaml; else tuning/RECIPE
+        out: for trials.jsonl, best.yaml, convergence.png; else tuning/RECIPE
         workers: processes on this machine, each with a trial of its own at a time
         ray: workers of a Ray cluster in their place: RAY_ADDRESS, or this machine
         part: i/n, the i-th of the next n trials alone, in an array of jobs

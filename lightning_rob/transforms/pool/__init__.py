@@ -6,11 +6,12 @@ authors' code slips, this one follows the paper and the textbooks; the docstring
 
 import re
 from collections.abc import Sequence
-from difflib import get_close_matches
+from typing import get_args
 
 import torch
 
 from lightning_rob.randomness import derive_seed
+from lightning_rob.runtime.errors import nearest
 from lightning_rob.transforms.base import Transform
 from lightning_rob.transforms.pool.filters import (
     Cartoon,
@@ -21,6 +22,7 @@ from lightning_rob.transforms.pool.filters import (
     Entropy,
     Gaussian,
     Morphology,
+    Operation,
     Rank,
     SegmentBorders,
 )
@@ -28,6 +30,7 @@ from lightning_rob.transforms.pool.intensity import (
     CompressJPEG,
     CompressPNG,
     Noise,
+    NoiseKind,
     NormalizeFeature,
     NormalizeImage,
     Quantize,
@@ -70,13 +73,7 @@ GROUPS: dict[str, dict[str, Transform]] = {
         "affine_both_compress": ThreePointAffine((0.28, 0.28), (0.28, 0.47), (0.47, 0.28)),
         "affine_both_stretch": ThreePointAffine((0.22, 0.22), (0.22, 0.55), (0.55, 0.22)),
     },
-    "morph": {
-        "morph_erosion": Morphology("erosion"),
-        "morph_dilation": Morphology("dilation"),
-        "morph_opening": Morphology("opening"),
-        "morph_closing": Morphology("closing"),
-        "morph_gradient": Morphology("gradient"),
-    },
+    "morph": {f"morph_{name}": Morphology(name) for name in get_args(Operation)},
     "augment": {
         "augment_samplewise_std_norm": NormalizeImage(),
         "augment_featurewise_std_norm": NormalizeFeature(),
@@ -91,17 +88,9 @@ GROUPS: dict[str, dict[str, Transform]] = {
         "cartoon_gaussian_type3": Cartoon(2, 0, 9, 7, gaussian=True, color=100),
         "cartoon_gaussian_type4": Cartoon(1, 10, 5, 5, gaussian=True),
     },
-    "quantize": {"quantize_4_colors": Quantize(4), "quantize_8_colors": Quantize(8)},
+    "quantize": {f"quantize_{colors}_colors": Quantize(colors) for colors in (4, 8)},
     "distort": {"distort_x": Distort("x"), "distort_y": Distort("y")},
-    "noise": {
-        "noise_gaussian": Noise("gaussian"),
-        "noise_localvar": Noise("localvar"),
-        "noise_poisson": Noise("poisson"),
-        "noise_salt": Noise("salt"),
-        "noise_pepper": Noise("pepper"),
-        "noise_salt_pepper": Noise("salt_pepper"),
-        "noise_speckle": Noise("speckle"),
-    },
+    "noise": {f"noise_{kind}": Noise(kind) for kind in get_args(NoiseKind)},
     "filter": {
         "filter_sobel": Edges("sobel"),
         "filter_gaussian": Gaussian(),
@@ -115,13 +104,8 @@ GROUPS: dict[str, dict[str, Transform]] = {
         "filter_prewitt": Edges("prewitt"),
     },
     "compress": {
-        "compress_jpeg_quality_80": CompressJPEG(80),
-        "compress_jpeg_quality_50": CompressJPEG(50),
-        "compress_jpeg_quality_30": CompressJPEG(30),
-        "compress_jpeg_quality_10": CompressJPEG(10),
-        "compress_png_compression_1": CompressPNG(1),
-        "compress_png_compression_8": CompressPNG(8),
-        "compress_png_compression_5": CompressPNG(5),
+        **{f"compress_jpeg_quality_{q}": CompressJPEG(q) for q in (80, 50, 30, 10)},
+        **{f"compress_png_compression_{level}": CompressPNG(level) for level in (1, 8, 5)},
     },
     "denoise": {
         "denoise_tv_chambolle": DenoiseVariation("chambolle", 0.4),
@@ -177,10 +161,8 @@ def _expand(name: str, seed: int) -> Sequence[str]:
     if composition := COMPOSITION.fullmatch(name.replace(" ", "")):
         counts = {"reversible": composition["r"], "irreversible": composition["i"]}
         return [one for word, count in counts.items() for one in _draw(word, count, seed)]
-    options = ["clean", *WORDS, *pool()]
-    close = get_close_matches(name, options, n=3, cutoff=0.4)
-    meant = ", ".join(close) or 'a composition as "14r+28i"'
-    raise ValueError(f"no transformation {name!r}, did you mean {meant}?")
+    hint = nearest(name, ["clean", *WORDS, *pool()], ', nor a composition as "14r+28i"')
+    raise ValueError(f"no transformation {name!r}{hint}")
 
 
 def _draw(word: str, count: str | None, seed: int) -> list[str]:

@@ -22,6 +22,7 @@ KERNELS = {  # the derivative downwards, as correlated; across is its transpose,
     "prewitt": ((-1, -1, -1), (0, 0, 0), (1, 1, 1)),
     "roberts": ((0, 0, 0), (0, -1, 0), (0, 0, 1)),
 }
+Operation = Literal["erosion", "dilation", "opening", "closing", "gradient"]
 MIN_SQUARE = 1e-12  # under the root, whose slope would be infinite for an image without edges
 
 
@@ -114,7 +115,7 @@ class Morphology(Transform):
     closings move the picture by a pixel.
     """
 
-    operation: Literal["erosion", "dilation", "opening", "closing", "gradient"]
+    operation: Operation
 
     def apply(self, x: Tensor) -> Tensor:
         from kornia import morphology

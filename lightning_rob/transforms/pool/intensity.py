@@ -1,6 +1,5 @@
 """Transformations of pixel values: fewer colors, normalization, noise, compression, 8 bits."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -8,17 +7,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_rob.nets.normalize import USUAL
 from lightning_rob.randomness import Generator, normal, uniform
 from lightning_rob.transforms.base import NumpyImage, NumpyTransform, Transform, integers, pinned
 from lightning_rob.transforms.compress import jpeg
 from lightning_rob.transforms.noise import poisson_quantile
 
+NoiseKind = Literal["gaussian", "localvar", "poisson", "salt", "pepper", "salt_pepper", "speckle"]
 WHITE = 255
 MIN_STD = 1e-6  # as Keras
-DEFAULT_STATISTICS = {  # the same as in `lightning_rob.nets.Normalize`
-    1: ((0.1307,), (0.3081,)),
-    3: ((0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616)),
-}
 
 
 def to_levels(x: Tensor) -> Tensor:
@@ -78,29 +75,18 @@ class NormalizeImage(Transform):
         return pinned((x - x.mean(dims, keepdim=True)) / (deviation + MIN_STD), 0, 1)
 
 
-@dataclass(frozen=True)
 class NormalizeFeature(Transform):
     """Subtract the mean of a data set and divide by its deviation; clamp as `NormalizeImage`.
 
     Athena's code fits Keras' `featurewise_center` anew on each batch that it transforms, which
-    makes one image's result depend on the others; here the numbers are fixed, one per channel.
-    None takes those of MNIST for grey images and of CIFAR-10 for color.
+    makes one image's result depend on the others; here the numbers are fixed, those of MNIST for
+    grey images and of CIFAR-10 for color.
     """
 
-    mean: Sequence[float] | None = None
-    std: Sequence[float] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.std is not None and min(self.std) <= 0:
-            raise ValueError(f"std must be positive, got {list(self.std)}")
+    channels = (1, 3)
 
     def apply(self, x: Tensor) -> Tensor:
-        default = DEFAULT_STATISTICS.get(x.shape[1], (None, None))
-        numbers = [own or known for own, known in zip((self.mean, self.std), default, strict=True)]
-        if any(values is None or len(values) != x.shape[1] for values in numbers):
-            raise ValueError(f"images of {x.shape[1]} channels need as many in mean and std")
-        mean, std = (x.new_tensor(values)[:, None, None] for values in numbers)
+        mean, std = (x.new_tensor(values)[:, None, None] for values in USUAL[x.shape[1]])
         return pinned((x - mean) / std, 0, 1)
 
 
@@ -117,7 +103,7 @@ class Noise(Transform):
             on a twentieth of the pixels.
     """
 
-    kind: Literal["gaussian", "localvar", "poisson", "salt", "pepper", "salt_pepper", "speckle"]
+    kind: NoiseKind
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor, Tensor]:
         """(gain [B, C, H, W], offset [B, C, H, W] in pixel units)."""

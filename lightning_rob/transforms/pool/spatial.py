@@ -75,12 +75,7 @@ class Shift(Transform):
     rows: float = 0.0  # downwards, as a share of the height, rounded towards zero to pixels
     columns: float = 0.0  # to the right, as a share of the width
     reversible = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("rows", "columns"):
-            if not -1 < getattr(self, name) < 1:
-                raise ValueError(f"{name} must be a share in (-1, 1), got {getattr(self, name)}")
+    limits = (("rows", -1, 1), ("columns", -1, 1))
 
     def apply(self, x: Tensor) -> Tensor:
         down, right = int(self.rows * x.shape[2]), int(self.columns * x.shape[3])
