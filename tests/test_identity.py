@@ -99,17 +99,6 @@ def test_a_fingerprint_covers_the_attributes_of_a_users_network(change):
     assert found[0] == found[2]
 
 
-class Gain(nn.Module):
-    def __init__(self, activation, gain):
-        super().__init__()
-        self.linear, self.activation, self.gain = nn.Linear(2, 2), activation, gain
-
-    def forward(self, x):
-        return self.activation(self.linear(x)) * self.gain
-
-
-SCRIPTED = [(nn.ReLU(), 2.0), (nn.Tanh(), 2.0), (nn.ReLU(), 3.0)]
-
 FILES = {
     "users/__init__.py": "",
     "users/settings.py": "GAIN = 2.0",
@@ -155,16 +144,6 @@ def test_a_fingerprint_covers_the_files_that_a_users_network_imports(tmp_path):
     assert printed("users.net.scale = 5.0", unread="# changed") == before
     assert printed(net="\n# changed") != before
     assert printed(settings="\n# changed") != before
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:")
-def test_a_fingerprint_covers_the_code_of_torchscript():
-    def made(activation, gain):
-        torch.manual_seed(0)
-        return torch.jit.script(Gain(activation, gain))
-
-    prints = {fingerprint(made(*case)) for case in SCRIPTED for _ in range(2)}
-    assert len(prints) == len(SCRIPTED)
 
 
 class Logged(LightningModule):

@@ -1,12 +1,5 @@
 """Short `--help` pages of Lightning's own commands, printed without importing torch."""
 
-SUMMARIES = {
-    "fit": "Train a recipe, evaluating the configured attacks at every validation.",
-    "validate": "Evaluate a checkpoint, clean and under attacks, on the validation split.",
-    "test": "Evaluate a checkpoint, clean and under attacks, on the test set: a table.",
-    "predict": "Write the class probabilities of each image: predictions.csv.",
-}
-USAGES = {"fit": "--config RECIPE"}
 COMMON = """\
   --config FILE               a recipe or mix-in: demo, or a file; later ones override
   CHECKPOINT                  {checkpoint}
@@ -53,11 +46,12 @@ MORE = """\
   --print_config              the whole configuration that would be run"""
 
 
-def run_help(command: str) -> str:
+def run_help(command: str, summary: str) -> str:
     """Return the short help of fit, validate, test or predict."""
     checkpoint = "resume from this one" if command == "fit" else "its recipe is in it"
     parts = [COMMON.format(checkpoint=checkpoint), ATTACKS * (command != "predict"), TRAINER]
     options = "\n".join(filter(None, [*parts, SPECIFIC[command], SAFETY]))
-    usage = f"lightning-rob {command} {USAGES.get(command, 'CHECKPOINT')} [options]"
-    paragraphs = [f"usage: {usage}", SUMMARIES[command], options, MORE, EXAMPLES[command]]
+    given = "--config RECIPE" if command == "fit" else "CHECKPOINT"
+    usage = f"usage: lightning-rob {command} {given} [options]"
+    paragraphs = [usage, f"{summary[0].upper()}{summary[1:]}.", options, MORE, EXAMPLES[command]]
     return "\n\n".join(paragraphs)

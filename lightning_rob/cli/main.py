@@ -56,7 +56,7 @@ def main(args: Sequence[str] | None = None) -> None:
     args = list(sys.argv[1:] if args is None else args)
     if not args or args[0] in ("-h", "--help"):
         width = max(map(len, COMMANDS))
-        _show(HELP.format(commands="\n".join(f"  {k:{width}}  {v}" for k, v in COMMANDS.items())))
+        print(HELP.format(commands="\n".join(f"  {k:{width}}  {v}" for k, v in COMMANDS.items())))
     elif args[0] == "--version":
         print(f"lightning-rob {version('lightning-rob')}")
     elif args[0] not in COMMANDS:
@@ -72,19 +72,11 @@ def main(args: Sequence[str] | None = None) -> None:
         elif config:
             from lightning_rob.cli.options import build_parser  # jsonargparse takes a moment
 
-            _show(build_parser(args[0], config).format_help().rstrip())
+            print(build_parser(args[0], config).format_help().rstrip())
         else:
             from lightning_rob.cli.help import run_help
 
-            _show(run_help(args[0]))
-
-
-def _show(page: str) -> None:
-    try:
-        print(page, flush=True)
-    except BrokenPipeError:
-        # `head` has read what it wanted; else Python would complain while it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            print(run_help(args[0], COMMANDS[args[0]]))
 
 
 def _run(reads_records: bool, command: str, *args: str) -> None:

@@ -39,16 +39,8 @@ class SourceTargetData(ImageData):
     """
 
     def __init__(self, source: ImageData, target: ImageData | None = None) -> None:
-        super().__init__(
-            batch_size=source.batch_size,
-            eval_batch_size=source.eval_batch_size,
-            val_size=source.val_size,
-            workers=source.workers,
-            seed=source.seed,
-            augment=source.augment,
-            limit_train=source.limit_train,
-            split_seed=source.split_seed,
-        )
+        names = "batch_size eval_batch_size val_size workers seed augment limit_train split_seed"
+        super().__init__(**{name: getattr(source, name) for name in names.split()})
         self.base = source
         self.target = target or source
         self.classes, self.mean, self.std = source.classes, source.mean, source.std

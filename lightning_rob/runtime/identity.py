@@ -9,7 +9,6 @@ import hashlib
 import inspect
 import logging
 import math
-import re
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -153,9 +152,8 @@ class _Digests:
             # Not the state dict: normalisation and probabilities are buffers that it leaves out.
             parts = ("_parameters", "_buffers", "_modules")
             state = self.of([[*getattr(value, part).items()] for part in parts])
-            if isinstance(value, torch.jit.ScriptModule):
-                code = value._c.dump_to_str(code=True, attrs=True, params=False)
-                return [kind, re.sub(r" at 0x\w+| # .*", "", code), state]
+            if isinstance(value, torch.jit.ScriptModule):  # whose code is not in Python
+                return [kind, _unknown()]
             code = value.code if isinstance(value, torch.fx.GraphModule) else None
             return [kind, code, self.of(_arguments(value)), state]
         if is_dataclass(value):

@@ -39,13 +39,6 @@ def pages():
     return json.loads(out.stdout)
 
 
-def test_a_reader_may_leave():
-    command = [sys.executable, "-m", "lightning_rob", "sweep", "--help"]
-    with subprocess.Popen(command, stdout=-1, stderr=-1, cwd=ROOT) as process:
-        process.stdout.close()
-        assert process.stderr.read() == b""
-
-
 @pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_help_fits_a_screen_and_imports_nothing_heavy(pages, command):
     page, code, imported = pages[command]

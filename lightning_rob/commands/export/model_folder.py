@@ -28,6 +28,7 @@ from lightning_rob.commands.specs import class_name, short
 from lightning_rob.evaluation.records import versions
 from lightning_rob.nets.hub import CONFIG, ENTRY, WEIGHTS
 from lightning_rob.nets.weights import named_tensors
+from lightning_rob.recipes.trust import OWNERS
 from lightning_rob.runtime.files import atomic_write, atomic_write_text
 from lightning_rob.runtime.identity import fingerprint
 
@@ -38,7 +39,6 @@ import lightning_rob
 defense = lightning_rob.load("hf-hub:OWNER/NAME"{allowed})  # or the path of this folder
 probabilities = defense(images)  # [B, C, H, W] in [0, 1] -> [B, K]
 ```"""
-TRUSTED = ("lightning_rob", "lightning", "torch", "torchvision", "torchmetrics", "timm", "kornia")
 FORMAT = 1
 # Entries of a Lightning checkpoint that only a resumed training needs.
 TRAINING = re.compile(
@@ -119,7 +119,7 @@ def model_card(run: Run) -> str:
         Heading(2, "Use"),
     ]
     imported = re.findall(r"\"class_path\": \"(\w+)\.", json.dumps(model))
-    packages = sorted(set(imported) - set(TRUSTED))
+    packages = sorted(set(imported) - OWNERS)
     use = USE.format(allowed=f", allow_import={packages}" if packages else "")
 
     # The records of the training and of tests lie beside the checkpoint, and beside this run.

@@ -17,6 +17,7 @@ from bayes_opt.acquisition import UpperConfidenceBound
 from lightning_rob.commands.tune.space import Budget, Point, Space
 from lightning_rob.evaluation.records import versions
 from lightning_rob.randomness import derive_seed
+from lightning_rob.runtime.errors import reason_of
 from lightning_rob.runtime.files import append_lines, read_json_lines
 
 Observation = tuple[Point, float | None]  # None: the trial failed
@@ -125,8 +126,7 @@ def attempt(evaluate: Evaluate, number: int, values: Point) -> Trial:
     try:
         metrics = evaluate(number, values)
     except Exception as reason:  # extreme values may make a training fail in any way
-        lines = str(reason).strip().splitlines() or [""]
-        error = f"{type(reason).__name__}: {lines[0][:300]}"
+        error = reason_of(reason)
     return Trial(number, values, metrics, time.perf_counter() - began, error=error)
 
 
