@@ -60,18 +60,6 @@ def test_an_ensemble_with_one_prediction_needs_the_loss_of_its_rule(rule, loss):
     assert not adaptive(AuditTarget(defense, THREAT), {}).flagged
 
 
-def test_the_text_names_the_gap():
-    target = AuditTarget(Ensemble([TinyNet(), TinyNet()]), THREAT)
-    columns = {"pgd": part(31), "arc": part(31), "climb": part(20)}
-    found = adaptive(target, columns)
-    assert "leaves 62 %, those for its kind 40 %" in found.text
-    assert found.values["gap"] == pytest.approx(found.values["default"] - found.values["adaptive"])
-    target.other_attacks = {"apgd": target.attacks["pgd"]}
-    found = adaptive(target, columns)
-    assert found.severity == "severe" and "callbacks/climb.yaml" in found.advice
-    assert adaptive(target, columns | {"climb": part(31)}).severity == "warning"
-
-
 def test_of_one_class_for_all_images_no_ball_holds_another(nets, blobs):
     """A network that did not learn hides nothing."""
     net = deepcopy(nets[0])
