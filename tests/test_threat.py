@@ -190,15 +190,6 @@ def test_start_l2_has_uniform_radius_and_any_direction():
         assert stats.kstest(sample, stats.uniform(-1, 2).cdf).pvalue > 1e-3
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("norm", ["linf", "l2", "l1"])
-def test_start_of_half_precision_images_is_finite(norm, dtype):
-    x = batch(4, 3, 32, 32).to(dtype)
-    start = Threat(norm, 0.5).start(x, Streams.from_index(torch.arange(4)))
-    assert start.dtype == dtype
-    assert start.isfinite().all()
-
-
 def test_relative_lengths_are_shares_of_the_images_own_norm():
     x = torch.stack([torch.full((1, 2, 2), 0.5), torch.full((1, 2, 2), 0.25)])
     threat = Threat("l2", 0.1, relative=True)

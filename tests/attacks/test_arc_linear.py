@@ -162,10 +162,3 @@ def test_one_member_is_fooled_exactly_when_it_is_in_reach(p):
     for factor, fooled in ((0.999, False), (1.001, True)):
         x_adv = arc_linear(w, b, [1.0], x, y, Threat(p, float(zeta) * factor))
         assert bool(y * (w[0] @ x_adv[0] + b[0]) < 0) == fooled
-
-
-@pytest.mark.parametrize("labels", [[0, 1], [1, 2], [1.5, -1.0]])
-def test_labels_are_signs(labels):
-    w, b, alpha, x, _ = problem(7, 2, 3)
-    with pytest.raises(ValueError, match=r"labels must be -1 or \+1, got"):
-        arc_linear(w, b, alpha, x.repeat(2, 1), torch.tensor(labels), Threat("l2", 0.1))

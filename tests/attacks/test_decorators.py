@@ -66,12 +66,6 @@ CASES = {
 }
 
 
-def test_images_at_a_time():
-    net, (x, y) = Net(), batch()
-    Chunked(PGD(LINF, 2, 0.03), images=4)(Single(net), x, y)
-    assert net.sizes == [4, 4, 4, 4, 3, 3]
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_images(name, monkeypatch):
     """In chunks; as many at once as the caches of a CPU hold; in halves for want of memory."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightning_rob.attacks import APGD, ARC, DDN, PDGD, PGD, MinimalNorm
+from lightning_rob.attacks import APGD, DDN, PDGD, PGD, MinimalNorm
 from lightning_rob.attacks.pdgd import shrink_largest
 from lightning_rob.defenses import RandomTransforms, Single
 from lightning_rob.objectives import expected_margin
@@ -105,20 +105,6 @@ def test_random_defense_is_refused(attack):
 # the search of a radius at which the attack inside succeeds
 
 
-@pytest.mark.parametrize("name", ["pgd-l2", "pgd-restarts", "apgd-l2"])
-def test_radii_of_an_image_are_those_it_has_alone(name):
-    """Also where images leave the attack inside, and an image has other neighbours."""
-    defense, (x, y) = Single(trained_net(1).double()), images(12, seed=4)
-    x = x.double()
-    attack = MinimalNorm(replace(INSIDE[name], steps=4), 5)
-    whole = attack(defense, x, y, streams(x))
-    for i in range(len(x)):
-        rows = torch.tensor([i])
-        alone = attack(defense, x[rows], y[rows], streams(x)[rows])
-        torch.testing.assert_close(alone, whole[rows], rtol=0, atol=1e-9)
-    assert len((attack.threat.size(whole - x) * 1e6).round().unique()) > 3
-
-
 @pytest.mark.parametrize("attack", INSIDE.values(), ids=INSIDE.keys())
 def test_within_eps_it_is_the_attack_inside(attack):
     """One radius: the images of the attack itself, from the noise of that radius."""
@@ -139,11 +125,6 @@ def test_within_eps_it_is_the_attack_inside(attack):
     smaller, before = (attack.threat.size(z - x)[correct][~standing] for z in (further, x_adv))
     assert (smaller <= before).all()
     assert smaller.sum() < 0.95 * before.sum()
-
-
-def test_what_has_no_radius():
-    with pytest.raises(TypeError, match="searches the radius of PGD or APGD, not of ARC"):
-        MinimalNorm(ARC(LINF, 3, 0.1))
 
 
 def test_a_zero_gradient_leaves_finite_images():

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from lightning_rob.attacks import APGD, ARC, CW, DDN, FAB, PDGD, PGD, AggMo, Square
-from lightning_rob.defenses import Ensemble, Mixture, RandomTransforms, Single
-from lightning_rob.objectives import worst_ce
+from lightning_rob.defenses import Ensemble, RandomTransforms, Single
 from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import GaussianNoise, HorizontalFlip
@@ -36,33 +35,22 @@ def random_transforms():
     return RandomTransforms(net(), [GaussianNoise(), HorizontalFlip()], 2, draws=3)
 
 
-def mixture():  # of the models that GMSA has collected
-    return Mixture([single(), Single(net(1))])
-
-
 CASES = {
     "PGD": (single, lambda k: PGD(LINF, k, 0.01), {}),
-    "PGD, best of two restarts": (single, lambda k: PGD(LINF, k, 0.01, restarts=2), {}),
-    "PGD, best iterate": (single, lambda k: PGD(LINF, k, 0.01, keep_best=True), {}),
     "PGD, momentum": (single, lambda k: PGD(L2, k, 0.1, ascent=AggMo()), {}),
     "PGD, early stop": (single, lambda k: PGD(NEAR, k, 1e-6, early_stop=True), {"nonzero": 1}),
-    "adaptive PGD": (members, lambda k: PGD(LINF, k, 0.01), {}),
     "APGD": (single, lambda k: APGD(LINF, k, early_stop=False), {}),
     "APGD, early stop": (single, lambda k: APGD(NEAR, k), {"nonzero": 1}),
     "ARC": (members, lambda k: ARC(LINF, k, 0.1), {}),
     "ARC, early stop": (members, lambda k: ARC(NEAR, k, 1e-7, early_stop=True), {"nonzero": 1}),
     # the order of the transforms is needed on the host
     "EoT": (random_transforms, lambda k: PGD(LINF, k, 0.01, draws=4), {"_to_copy": 1}),
-    "GMSA-AVG, inner": (mixture, lambda k: PGD(LINF, k, 0.01, keep_best=True), {}),
-    "GMSA-MIN, inner": (mixture, lambda k: PGD(LINF, k, 0.01, objective=worst_ce), {}),
     # the images that are left, and those that the query changes
     "Square": (single, lambda k: Square(NEAR, k), {"nonzero": 2}),
-    "Square in l2": (single, lambda k: Square(NEAR_L2, k), {"nonzero": 1}),
     # the images that are left, and the end of Newton's method
     "FAB": (single, lambda k: FAB(NEAR, k, 1), {"nonzero": 1, "_local_scalar_dense": 1}),
     "DDN": (single, lambda k: DDN(L2, k), {}),
     "PDGD": (single, lambda k: PDGD(L2, k), {}),
-    "PDGD in linf": (single, lambda k: PDGD(LINF, k), {}),
     "CW": (single, lambda k: CW(L2, 2 * k, step_size=1e-4, binary_steps=1, initial_const=10.0), {}),
 }
 
