@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from lightning_rob.cli import main
-from lightning_rob.commands.report.blocks import NONE, html
+from lightning_rob.commands.report.blocks import NONE, html, markdown
 from lightning_rob.commands.report.runs import (
     Evaluations,
     attack_result,
     find_runs,
+    read_run,
 )
-from lightning_rob.commands.report.sections import run_section
+from lightning_rob.commands.report.sections import run_section, votes
 from lightning_rob.commands.specs import flat, inner_attacks, other_arguments, short, threat_text
 from lightning_rob.plots import heat_map, save
 from tests.tiny import ROOT, recipe, records, refused, run
@@ -334,7 +335,7 @@ def test_a_real_run(tmp_path):
     run("fit", "--config", recipe(tmp_path), "--test_after_fit=true")
     _, text, markdown = made(tmp_path, out=tmp_path / "report.html")
     assert "BAT on Blobs" in text
-    assert "TinyNet · trained against linf 16/255" in text
+    assert "trained against linf 16/255" in text
     for found in records(tmp_path):
         assert f"{found['accuracy']:.1%}" in markdown
     assert "class_path: tests.tiny.Blobs" in text
@@ -371,6 +372,27 @@ def test_what_an_earlier_process_tested_is_not_shown(tmp_path):
     new = [line("arc", 0.4, session="b")]
     (found,) = find_runs([folder(tmp_path, [*old, *new])])
     assert [r.name for r in found.evaluations.last()] == ["arc"]
+
+
+def test_votes_are_a_table_by_rule_and_no_evaluations(tmp_path):
+    shared = {"ensemble": "two", "members": 2, "n": 50, "interval": [0.1, 0.9]}
+    lines = [
+        record("voting_rule", name, dissimilarity=d, rule=rule, accuracy=share, **shared)
+        for name, d in (("clean", 0.0), ("pgd", 0.3))
+        for rule, share in (("RD", 0.25), ("MV", 0.5))
+    ]
+    run = read_run(folder(tmp_path, lines, "votes.jsonl"))
+    assert not run.evaluations.by_stage
+    *_, shown = votes(run.votes, 2)
+    text = markdown([shown])
+    assert "Accuracy on 50 test images" in text
+    shares = ["25.0% (10.0% … 90.0%)", "50.0% (10.0% … 90.0%)"]
+    assert rows(text) == [
+        ["attack", "ensemble", "members", "dissimilarity", "RD", "MV"],
+        ["---", "---", "--:", "--:", "--:", "--:"],
+        ["clean", "two", "2", "", *shares],
+        ["pgd", "two", "2", "0.300", *shares],
+    ]
 
 
 def test_an_audit_begins_with_its_warnings(tmp_path):

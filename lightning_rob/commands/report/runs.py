@@ -114,6 +114,7 @@ class Run:
     folder: Path
     label: str  # that no other run on the page has
     evaluations: Evaluations  # of `RobustEval`
+    votes: list[Fields]  # of `VotingRuleEval`, the last of each stage, attack, ensemble and rule
     overfitting: list[Fields]  # verdicts of `RobustCheckpoint`
     monitor: list[Fields]
     audit: Fields  # of `RobustAudit`; empty where there is none
@@ -156,7 +157,7 @@ def find_runs(paths: Sequence[str | Path]) -> list[Run]:
             folders.setdefault(folder.resolve(), folder)
     runs = []
     for run in map(read_run, folders.values()):
-        if run.evaluations.by_stage or run.monitor or run.audit or run.pictures:
+        if run.evaluations.by_stage or run.votes or run.monitor or run.audit or run.pictures:
             runs.append(run)
     if not runs:
         searched = ", ".join(map(str, paths))
@@ -201,13 +202,20 @@ def read_run(folder: Path) -> Run:
         folder=folder,
         label=folder.name,
         evaluations=Evaluations(filter(None, map(attack_result, kinds.get("accuracy", ())))),
-        overfitting=list({str(f.get("name")): f for f in kinds.get("overfitting", ())}.values()),
+        votes=_last(kinds.get("voting_rule", ()), "name", "ensemble", "rule"),
+        overfitting=_last(kinds.get("overfitting", ()), "name"),
         monitor=list(records_in(folder / MONITOR)),
         audit=audit if is_audit else {},
         recipe=recipe,
         config=_mapping(recipe, yaml.safe_load),
         pictures=sorted(filter(Path.is_file, folder.glob("*.png"))),
     )
+
+
+def _last(records: Iterable[Fields], *names: str) -> list[Fields]:
+    """Return the last record for each value of these fields, from the test if there was one."""
+    last = {tuple(str(fields.get(key)) for key in ("stage", *names)): fields for fields in records}
+    return [f for f in last.values() if f.get("stage") == "test"] or list(last.values())
 
 
 def _text(path: Path) -> str:

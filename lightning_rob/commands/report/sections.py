@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from lightning_rob.commands import specs
 from lightning_rob.commands.report.blocks import (
@@ -137,6 +138,7 @@ def run_section(run: Run, name: str, level: int, folder: Path) -> Iterator[Block
     yield from _history(run, below)
     yield from map(Warned, dict.fromkeys(_alarms(run.monitor)))  # a later end may repeat one
     yield from checkpoints(run.monitor, below)
+    yield from votes(run.votes, below)
     yield from _audit(run.audit, below)
     if any(result.is_attack for result in final):
         yield Heading(below, "Arguments of the attacks")
@@ -147,11 +149,35 @@ def run_section(run: Run, name: str, level: int, folder: Path) -> Iterator[Block
 
 def _setup(run: Run) -> Iterator[str]:
     options = setting(run.config, "model", "init_args")
+    members, probs = setting(options, "members"), setting(options, "probs")
+    size = members or (len(probs) if isinstance(probs, list) else None)
     if net := class_name(setting(options, "net", "class_path")):
-        yield net
+        yield f"{size} \N{MULTIPLICATION SIGN} {net}" if size else net
+    if isinstance(probs, list):
+        yield f"probabilities {', '.join(map(str, probs))}"
     threat = setting(options, "attack", "init_args", "threat")
     if trained := [short(setting(threat, key)) for key in ("norm", "eps") if setting(threat, key)]:
         yield f"trained against {' '.join(trained)}"
+
+
+def votes(records: Sequence[Fields], level: int) -> Iterator[Block]:
+    """Yield the accuracy under each attack by every voting rule, a row for each ensemble."""
+    if not records:
+        return
+    yield Heading(level, "All voting rules, from the same votes")
+    cells: dict[tuple[Any, ...], dict[str, Cell]] = {}
+    for fields in records:
+        row = tuple(fields.get(key) for key in ("name", "ensemble", "members", "dissimilarity"))
+        accuracy = accuracy_cell(fields.get("accuracy"), fields.get("interval"))
+        cells.setdefault(row, {})[str(fields["rule"])] = accuracy
+    rules = list(dict.fromkeys(str(fields["rule"]) for fields in records))
+    rows = [
+        [*names, f"{distance:.3f}" if distance else "", *(by_rule.get(rule, "") for rule in rules)]
+        for (*names, distance), by_rule in cells.items()
+    ]
+    columns = ["attack", "ensemble", "members>", "dissimilarity>", *(f"{rule}>" for rule in rules)]
+    caption = f"Accuracy on {records[0]['n']:,} {split_of(str(records[0]['stage']))} images"
+    yield table(caption, columns, rows)
 
 
 def _history(run: Run, level: int) -> Iterator[Block]:
