@@ -101,7 +101,10 @@ def section(name: str, snapshot: Snapshot, place: str) -> Iterator[Block]:
         yield from evaluation([result for result in results if result])
     rows = list(alarms_of(snapshot.history))[::-1]
     yield Heading(2, "Alarms and recoveries")
-    yield table("The latest first", ["event", "of", "reason", "notified"], rows)
+    if rows:
+        yield table("The latest first", ["event", "of", "reason", "notified"], rows)
+    else:
+        yield Paragraph("There was no alarm.")
     yield from checkpoints(list(snapshot.history.lines), 2)
 
 
