@@ -122,6 +122,7 @@ def test_a_convolution_before_batch_norm_is_not_folded():
     net = ConvNet()
     for _ in range(3):
         net(torch.rand(8, 3, 8, 8))  # statistics that folding would move into the convolution
+    net[1].weight.data.mul_(4)
     source, target = torch.rand(2, 4, 3, 8, 8)
     found = distil(net, "0", source, target, eps=1.0, steps=30, step_size=0.05)
     net.eval()
