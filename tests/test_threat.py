@@ -233,7 +233,7 @@ def test_pgd_climbs_as_far_as_a_relative_ball_lets_it():
 def test_a_threat_in_words():
     assert str(Threat("linf", "8/255")) == "linf 8/255"
     assert str(Threat("l2", 128 / 255)) == "l2 128/255"
-    assert str(Threat("l2", 0.1)) == "l2 0.1"
+    assert str(Threat("l2", 0.03141)) == "l2 0.03141"  # nearly 8/255
     assert str(Threat("l2", 2.0)) == "l2 2"
     assert str(Threat("linf", 0)) == "linf 0"
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from lightning_rob import PGD, Ensemble, RobustEval, Single, Strongest, Threat, evaluate
-from lightning_rob.attacks import Attack, MinimalNorm
+from lightning_rob.attacks import Attack, MinimalNorm, NoAttack, RandomStart
 from lightning_rob.defenses import DENT
 from lightning_rob.evaluation import EvaluationResult, RoundProtocol
 from lightning_rob.evaluation.store import PerImageRows
@@ -382,3 +382,15 @@ def test_worst_is_over_all_callbacks_that_evaluate_in_an_epoch():
         assert logged["test/robust/worst"] <= logged["test/robust/pgd"]
     trainer(strong).test(module, blobs, verbose=False)
     assert [r.name for r in strong.results] == ["clean", "pgd", "worst"]
+
+
+def test_each_repeat_meets_a_defender_with_noise_of_its_own():
+    noisy, attacks = Single(nn.Sequential(net(), Noise())), {"none": NoAttack(THREAT)}
+    found = evaluate(noisy, attacks, DataLoader(data(), 50), repeats=2, progress=False)
+    assert set(found.per_image("none").tolist()) == {0.0, 0.5, 1.0}
+
+
+def test_each_attack_has_noise_of_its_own():
+    twice = {name: RandomStart(THREAT) for name in "ab"}
+    found = evaluate(net(), twice, DataLoader(data(), 50), progress=False)
+    assert not torch.equal(found.rows.sizes[:, 1], found.rows.sizes[:, 2])
