@@ -394,3 +394,11 @@ def test_each_attack_has_noise_of_its_own():
     twice = {name: RandomStart(THREAT) for name in "ab"}
     found = evaluate(net(), twice, DataLoader(data(), 50), progress=False)
     assert not torch.equal(found.rows.sizes[:, 1], found.rows.sizes[:, 2])
+
+
+def test_several_inferences_of_a_random_defense_have_an_interval_of_their_own():
+    noisy = Single(nn.Sequential(net(), nn.Dropout(0.0), Noise()))
+    found = evaluate(noisy, ATTACKS, DataLoader(data(), 50), inferences=4, progress=False)
+    assert found.scores.shape == (50, 3, 4)
+    assert found.random
+    assert found.covers == "images and inferences"
