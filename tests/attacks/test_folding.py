@@ -293,6 +293,14 @@ def same_inside(net):
         torch.testing.assert_close(net(x), before, rtol=1e-4, atol=1e-4)
 
 
+def test_another_use_of_a_convolution_is_noticed():
+    """Its folded output, which BatchNorm takes too, would be that of another network."""
+    net = settled(Switching())
+    same_inside(net)
+    net.join = lambda a, b: a + b
+    same_inside(net)
+
+
 def test_a_forward_of_the_instance_is_its_forward():
     net = settled(Switching())
     net.forward = lambda x: (net.norm(net.conv(x)) + net.conv(x)).mean((2, 3))
