@@ -294,10 +294,11 @@ def of_other_code():
         {"model": net(1)},
         {"model": of_other_code()},
         {"attacks": {"weak": ATTACKS["pgd"]}},
+        {"seed": 1},
         {"repeats": 2},
         {"protocol": RoundProtocol(images=10)},
     ],
-    ids=["weights", "code", "attack", "repeats", "rounds"],
+    ids=["weights", "code", "attack", "seed", "repeats", "rounds"],
 )
 def test_another_evaluation_does_not_resume(tmp_path, change):
     weak = {"weak": ATTACKS["weak"]}
