@@ -110,3 +110,9 @@ def test_normal_is_normal(generator):
     assert stats.kstest(drawn.numpy(), "norm").pvalue > 1e-3
     assert drawn.abs().max() > 3.5
     assert abs(stats.pearsonr(drawn[1:].numpy(), drawn[:-1].numpy()).statistic) < 0.03
+
+
+@pytest.mark.parametrize("make", [uniform, normal])
+def test_as_many_streams_as_images(make):
+    with pytest.raises(ValueError, match="3 random streams for 2 images"):
+        make(torch.zeros(2, 1), 4, generator=streams(0, 1, 2))

@@ -176,3 +176,19 @@ def test_leading_draw_of_no_weight_breaks_no_tie(rule):
     logits = ballots([2, 0, 1], [1, 0, 2], [2, 0, 1])
     weights = torch.tensor([0.0, 0.5, 0.5])
     assert torch.equal(rule(logits, weights), rule(logits[1:], weights[1:]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_random_member_is_exact_in_half_precision(dtype, autocast):
+    logits = ballots([0, 1, 2], [1, 0, 2]).to(torch.float32 if autocast else dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        answer = random_member(logits, torch.tensor([0.9, 0.1])).float()
+    torch.testing.assert_close(answer, torch.tensor([[0.9, 0.1, 0.0]]), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_vote_in_a_thousand_decides(dtype):
+    choices = [[1, 0]] * 500 + [[0, 1]] * 501
+    logits, weights = ballots(*choices, classes=2).to(dtype), torch.full((1001,), 1 / 1001)
+    assert majority(logits, weights).tolist() == one_hot(0, 2)

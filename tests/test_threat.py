@@ -219,3 +219,25 @@ def test_pgd_climbs_as_far_as_a_relative_ball_lets_it():
     w = (net[1].weight[1] - net[1].weight[0]).detach().view(1, 1, 4, 4)
     radius = 0.1 * x.flatten(1).norm(dim=1).view(-1, 1, 1, 1)
     assert torch.allclose(x_adv, x + radius * w / w.norm(), atol=1e-5)
+
+
+def test_a_threat_in_words():
+    assert str(Threat("linf", "8/255")) == "linf 8/255"
+    assert str(Threat("l2", 128 / 255)) == "l2 128/255"
+    assert str(Threat("l2", 0.03141)) == "l2 0.03141"  # nearly 8/255
+    assert str(Threat("l2", 2.0)) == "l2 2"
+    assert str(Threat("linf", 0)) == "linf 0"
+
+
+def test_steepest_keeps_ties_of_l1_on_one_pixel():
+    direction = Threat(1).steepest(torch.tensor([[-2.0, 2.0, 1.0]]))
+    assert direction.abs().sum() == 1
+    assert (direction != 0).sum() == 1
+
+
+def test_apply_never_leaves_the_bounds():
+    threat = Threat("linf", 0.5, (-0.1, 0.7))
+    x, delta = torch.tensor([[-0.1, 0.3, 0.7]]), torch.tensor([[-1e-7, 0.1, 0.2]])
+    applied = threat.apply(delta, x)
+    assert applied.min() >= -0.1
+    assert applied.tolist()[0] == pytest.approx([-0.1, 0.4, 0.7])

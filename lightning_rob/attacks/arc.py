@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rob.attacks.active_set import ActiveBatch, positions
-from lightning_rob.attacks.base import Attack, check_norm, set_step_size
+from lightning_rob.attacks.base import Attack, check_norm, check_start, set_step_size
 from lightning_rob.attacks.budget import PassCount
 from lightning_rob.attacks.sight import image_gradient
 from lightning_rob.defenses import Defense
@@ -80,6 +80,7 @@ class ARC(Attack):
         at_least(1, steps=self.steps, neighbours=self.neighbours)
         set_step_size(self)
         check_norm(self, math.inf, 2)
+        check_start(self)
         if self.threat.relative:
             raise ValueError(f"ARC is for a radius in pixel units, got {self.threat}")
 

@@ -67,6 +67,13 @@ def check_norm(attack: "Attack", *orders: float) -> None:
         raise ValueError(f"{type(attack).__name__} is for {names}, not {attack.threat.norm}")
 
 
+def check_start(attack: Any) -> None:
+    """Raise ValueError unless the attack to start from, if any, has the same threat."""
+    # Its images may be returned as they are: a larger ball would make an attack look strong.
+    if attack.start is not None and attack.start.threat != attack.threat:
+        raise ValueError(f"start must be an attack within {attack.threat}, got {attack.start}")
+
+
 def set_step_size(attack: Any) -> None:
     """Set `step_size` in pixel units, None as it is; raise ValueError unless it is positive."""
     if attack.step_size is not None:

@@ -16,8 +16,8 @@ from lightning_rob.defenses.copies import original
 # Pairs (convolution, BatchNorm) of module names, and the memory format of folded weights.
 Plan = tuple[list[tuple[str, str]], torch.memory_format]
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# Tracing costs as much as several steps: each network's plan is kept with the modules it is for.
-_plans: WeakKeyDictionary[nn.Module, tuple[list[int], Plan]] = WeakKeyDictionary()
+# Tracing costs as much as several steps: each network's plan is kept with the settings it is for.
+_plans: WeakKeyDictionary[nn.Module, tuple[list[Any], Plan]] = WeakKeyDictionary()
 _unfoldable: WeakSet[nn.Module] = WeakSet()  # networks whose forward was not the traced one
 
 
@@ -86,7 +86,7 @@ def folded(nets: Iterable[nn.Module]) -> Iterator[None]:
             )
             if original(net) in _unfoldable or custom or not any(map(_is_fixed, modules)):
                 continue
-            own, parts = original(net), [id(original(part)) for part in modules]
+            own, parts = original(net), [(id(original(part)), _settings(part)) for part in modules]
             if own not in _plans or _plans[own][0] != parts:
                 _plans[own] = parts, _trace(net)
             pairs, layout = _plans[own][1]
@@ -119,6 +119,18 @@ def folded(nets: Iterable[nn.Module]) -> Iterator[None]:
 def _is_fixed(module: nn.Module) -> TypeGuard[nn.BatchNorm2d]:
     """Whether a layer is a BatchNorm2d that is affine: it normalises by stored statistics."""
     return type(module) is nn.BatchNorm2d and module.track_running_stats and not module.training
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    """Return what a forward's control flow may read, besides weights, buffers and modules."""
+    # The check of pairs does not see a folded convolution whose output has got another use.
+    plain = (bool, int, float, str, tuple, list, dict, set)
+    own = vars(original(module))  # an object that was copied with the module is another each time
+    return {
+        name: repr(value) if isinstance(value, plain) else id(own.get(name, value))
+        for name, value in vars(module).items()
+        if not name.startswith("_") and name != "training"
+    }
 
 
 def _trace(net: nn.Module) -> Plan:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_rob.attacks.active_set import ActiveBatch, derived, positions, rows_of
-from lightning_rob.attacks.base import Attack, check_norm
+from lightning_rob.attacks.base import Attack, check_norm, check_start
 from lightning_rob.attacks.budget import PassCount
 from lightning_rob.attacks.foreign import scores
 from lightning_rob.defenses import Defense
@@ -58,6 +58,7 @@ class Square(Attack):
     def __post_init__(self) -> None:
         at_least(1, queries=self.queries, draws=self.draws)
         check_norm(self, math.inf, 2, 1)
+        check_start(self)
 
     @property
     def knowledge(self) -> str:  # type: ignore[override]

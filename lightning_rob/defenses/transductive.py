@@ -40,8 +40,9 @@ class Source:
                 raise ValueError(
                     f"source must have a label for each image, got {len(x)} and {len(y)}"
                 )
-            _check_range(x)
             self.data = TensorDataset(x, y)
+        if isinstance(self.data, TensorDataset):
+            _check_range(self.data.tensors[0])
 
     def __len__(self) -> int:
         return len(self.data)

@@ -78,7 +78,9 @@ def distil(
     that starts from the source, without the momentum of the authors' code. Images and z are
     [B, C, H, W]; `eps` and `step_size` are in pixel units; for `layer` see `features`.
     """
-    with attacking(Single(net)) as copied, torch.no_grad():
+    near = _Features(net, layer, target)
+    # As in the search, a convolution whose own output counts is not folded.
+    with attacking(near) as copied, torch.no_grad():
         near = _Features(net, layer, features(copied.net, layer, target).float())
     threat = Threat("linf", eps)
     search = PGD(

@@ -1,11 +1,11 @@
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_rob.attacks import ARC, PGD
+from lightning_rob.attacks import ARC, PGD, Attack
 from lightning_rob.attacks.arc import expected_accuracy, member_order
 from lightning_rob.defenses import Ensemble, Single
 from lightning_rob.objectives import ce_of_mean_logits, linear
@@ -235,3 +235,48 @@ def test_never_weaker_than_its_start(norm, count, probs):
     assert (after <= before).all()
     assert (after <= scores(members, probs, x, y)).all()
     assert after.mean() < before.mean()
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+def test_dropping_the_fooled_from_a_random_start_loses_nothing(norm):
+    """An image fooled as it is may not be fooled where the search starts, and the other way round.
+
+    The search compares with the clean image, so what the start had fooled it may lose again.
+    """
+    for seed in range(5):
+        members = mlps(2, seed=seed)
+        defense, (x, y) = Ensemble(members), batch(members, 32, seed=seed)
+        keep = ARC(Threat(norm, 0.4), 4, 0.4, random_start=True)
+        drop = replace(keep, early_stop=True)
+        streams = [Streams(torch.arange(32)) for _ in range(2)]
+        after_all = scores(members, defense.weights, keep(defense, x, y, streams[0]), y)
+        after_few = scores(members, defense.weights, drop(defense, x, y, streams[1]), y)
+        assert (after_few <= after_all + 1e-6).all()
+
+
+@dataclass(frozen=True)
+class Given(Attack):
+    """Images that are known beforehand."""
+
+    threat: Threat
+    images: torch.Tensor
+
+    def perturb(self, defense, x, y, generator):
+        return self.images
+
+
+def test_a_start_worse_than_the_image_is_not_taken():
+    members, probs = mlps(2), [0.5, 0.5]
+    x, y = batch(members, 32)
+    threat = Threat("linf", 0.3)
+    helped = PGD(threat, 20, 0.05, objective=helping, random_start=False)(
+        Ensemble(members, probs), x, y
+    )
+    clean, start = scores(members, probs, x, y), scores(members, probs, helped, y)
+    assert (start > clean).any()
+    attack = ARC(threat, 1, 1e-9, start=Given(threat, helped))
+    assert (scores(members, probs, attack(Ensemble(members, probs), x, y), y) <= clean).all()
+
+
+def helping(logits, weights, y):
+    return -ce_of_mean_logits(logits, weights, y)

@@ -646,6 +646,8 @@ def test_counts_lengths_and_norms_are_checked_as_an_attack_is_built(attack, kind
     ("build", "message"),
     [
         (lambda: CW(LINF), "CW is for l2, not linf"),
+        (lambda: ARC(L2, 1, 0.1, start=STEPS), "start must be an attack within l2 0.7, got"),
+        (lambda: Square(SMALL, start=STEPS), "start must be an attack within linf 0.08, got"),
         (lambda: PGD(LINF, 1, 0.1, restarts=2, random_start=False), "2 restarts without random_"),
         (lambda: PGD(LINF, 1, 0.1, momentum=(0.9,), ascent=Adam()), "or Adam.*, not both"),
         (lambda: AggMo(variant="sum"), "variant must be of .*'paper'.* got 'sum'"),

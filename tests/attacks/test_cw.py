@@ -176,3 +176,13 @@ def test_weak_and_strong_first_constants_meet():
     defense, x, y = (part[20:32] if torch.is_tensor(part) else part for part in trained())
     weak, strong = (sizes(CW(FREE, 60, initial_const=c), defense, x, y) for c in (1e-3, 100.0))
     assert weak.median() == pytest.approx(strong.median().item(), rel=0.03)
+
+
+def test_without_success_the_nearest_to_it():
+    """A budget of steps that cannot reach: the objective has risen all the same."""
+    net, x, y = affine(3, gain=1.0)
+    before = linear(net(x)[None], torch.ones(1), y)
+    x_adv = CW(FREE, 2, 1e-3, binary_steps=2)(Single(net), x, y)
+    after = linear(net(x_adv)[None], torch.ones(1), y)
+    assert (before < after).all()
+    assert (after < 0).all()

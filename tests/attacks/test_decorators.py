@@ -210,3 +210,12 @@ def test_half_precision_climbs_nearly_as_far():
     assert fast.dtype == torch.float32
     assert not torch.equal(exact, fast)
     assert reached - clean > 0.8 * (best - clean) > 0
+
+
+def test_little_of_the_perturbation_is_lost():
+    """Where no pixel is at a bound, half of the images are rounded out of the ball."""
+    x, threat = (eight_bit(8, 3, 8, 8) * 127).round() / 255 + 64 / 255, Threat("l2", 1.0)
+    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+    x_adv = threat.project(x + noise, x)
+    found = quantize(x_adv, x, threat)
+    assert (threat.size(found - x) > 0.9 * threat.size(x_adv - x)).all()

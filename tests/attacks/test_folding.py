@@ -261,3 +261,47 @@ def test_a_forward_that_takes_other_branches_is_attacked_as_it_is(period):
         return attack(Single(net), x, y)
 
     assert torch.equal(attacked(False), attacked(True))
+
+
+def test_layers_in_training_mode_are_left_alone():
+    net = settled(SmallCNN(channels=3))
+    net.layer1.train()
+    with folded([net]):
+        assert norms(net) == 1
+    with folded([net.eval()]):
+        assert norms(net) == 0
+
+
+class Switching(nn.Module):
+    """Its path depends on a buffer and on a function."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.register_buffer("raw", torch.zeros(()))
+        self.join = lambda a, b: a
+
+    def forward(self, x):
+        y = self.conv(x)
+        return self.join(y if self.raw else self.norm(y), y).mean((2, 3))
+
+
+def same_inside(net):
+    x = torch.rand(2, 3, 8, 8)
+    before = net(x)
+    with folded([net]):
+        torch.testing.assert_close(net(x), before, rtol=1e-4, atol=1e-4)
+
+
+def test_another_use_of_a_convolution_is_noticed():
+    """Its folded output, which BatchNorm takes too, would be that of another network."""
+    net = settled(Switching())
+    same_inside(net)
+    net.join = lambda a, b: a + b
+    same_inside(net)
+
+
+def test_a_forward_of_the_instance_is_its_forward():
+    net = settled(Switching())
+    net.forward = lambda x: (net.norm(net.conv(x)) + net.conv(x)).mean((2, 3))
+    same_inside(net)

@@ -206,3 +206,30 @@ def test_without_the_clean_rehearsal_the_first_images_are_taken():
 def test_every_rehearsal_has_its_own_randomness():
     _, _, defense, _ = play([8, 8, 8])
     assert len(set(defense.drew)) == 4
+
+
+@pytest.mark.parametrize(("objective", "steps"), [(expected_ce, [2, 2, 2]), (worst_ce, [2, 4, 6])])
+def test_the_minimum_takes_steps_for_each_model(objective, steps, monkeypatch):
+    taken = []
+    original = PGD.perturb
+
+    def counting(self, *args):
+        taken.append(self.steps)
+        return original(self, *args)
+
+    monkeypatch.setattr(PGD, "perturb", counting)
+    x, y = batch()
+    inner = PGD(LINF, 2, 0.05, objective=objective)
+    nets = [net(seed) for seed in range(3)]
+    attack = GMSA(inner, rounds=3, from_clean=False)
+    attack(Scripted(net(9), nets), x, y, torch.Generator().manual_seed(0))
+    assert taken == steps
+
+
+def test_a_part_of_no_weight_is_not_attacked():
+    x, y = batch()
+    space = Mixture([Single(net(1)), Single(net(2))], [0.0, 1.0])
+    with attacking(space) as space:
+        value = ObjectiveGradient(worst_ce)(space, x, y, None).value
+        expected = cross_entropy(net(2)(x), y, reduction="none")
+    torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)

@@ -17,7 +17,7 @@ from lightning_rob.attacks import (
     InsideBounds,
     WithBackward,
 )
-from lightning_rob.defenses import Single
+from lightning_rob.defenses import Ensemble, Single
 from lightning_rob.objectives import linear
 from lightning_rob.threat import Threat
 from tests.attacks.common import Affine, assert_inside
@@ -124,3 +124,10 @@ def test_a_hair_is_at_least_a_step_of_rounding(dtype):
     with InsideBounds(1e-9)(Single(net)):
         (gradient,) = torch.autograd.grad(net(x).sum(), x)
     assert gradient.tolist() == [[1, 1]]
+
+
+def test_every_member_has_gradients_inside():
+    net, x = Through(TinyNet().double().eval(), clamped), torch.zeros(2, 3, 8, 8).double()
+    defense = Ensemble([TinyNet().double().eval(), net], [0.0, 1.0])
+    attack = PGD(Threat("linf", 0.1), 1, 0.1, random_start=False, backward=InsideBounds())
+    assert (attack(defense, x, net(x).argmax(1)) > 0).double().mean() > 0.2

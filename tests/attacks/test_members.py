@@ -85,3 +85,9 @@ def test_is_the_minimum_of_its_parts_image_by_image(game):
     each = torch.stack([right(attack, game) for attack in PARTS[:2]])
     assert (each[0] != each[1]).any()
     torch.testing.assert_close(right(Strongest(PARTS[:2]), game), each.amin(0))
+
+
+def test_a_member_of_no_weight_is_no_strategy(batch):
+    torch.manual_seed(0)
+    ensemble = Ensemble([TinyNet(), TinyNet()], [1.0, 0.0])
+    assert RandomMember(INNER).strategies(ensemble) == [(1.0, OnMember(INNER, 0))]

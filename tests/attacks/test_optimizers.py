@@ -198,3 +198,9 @@ def test_dampings_are_short_for_aggmo():
         long = replace(short, momentum=(0.0,), ascent=AggMo(momentum))
         results = [a(Single(net), x, y, torch.Generator().manual_seed(0)) for a in (short, long)]
         assert torch.equal(*results)
+
+
+def test_dampings_of_the_papers():
+    assert aggmo(1) == (0.0,)
+    assert aggmo(6) == pytest.approx((0, 0.9, 0.99, 0.999, 0.9999, 0.99999))
+    assert AggMo().momentum == aggmo(6)

@@ -9,8 +9,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_rob.attacks import CW, PAA, PGD, Attack, DeepFool, ranking_weights
+from lightning_rob.attacks.base import is_batch_separable
 from lightning_rob.attacks.transform_ensemble import AGGREGATES
 from lightning_rob.defenses import Single, TransformEnsemble
+from lightning_rob.defenses.copies import original
+from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
 from lightning_rob.transforms.pool import chosen
 from tests.attacks.common import ConvNet, assert_inside, seeded
@@ -306,3 +309,40 @@ def test_a_defense_that_cannot_be_attacked(five):
         PAA(FGSM)(five.one(4), *images(2))
     with pytest.raises(TypeError, match="PAA is an attack on a TransformEnsemble, got Single"):
         PAA(FGSM)(Single(five.members[0]), *images(2))
+
+
+def test_images_that_stand_still_count_and_each_keeps_to_its_own_bound():
+    """Two images of grey 0.5 move 0.04 a round, a share of 0.08; a third is fooled already."""
+    x, y = torch.full((3, 1, 8, 8), 0.5), torch.tensor([0, 0, 1])
+    attack = PAA(Scripted((0.04,), calls=[]), max_dissimilarity=1.0, mean_bound=0.3)
+    x_adv = attack(stubborn(), x, y)  # (2 x 0.4 + 0) / 3 = 0.27, and 0.32 after one more round
+    assert dissimilarity(x_adv, x).tolist() == pytest.approx([0.4, 0.4, 0], abs=1e-5)
+    x[1] = 0.1  # goes 0.4 a round: leaves its bound with the third, and stays at 0.8
+    x_adv = attack(stubborn(), x, y)  # (0.08 + 0.8) / 3 = 0.29 already after the second
+    assert dissimilarity(x_adv, x).tolist() == pytest.approx([0.08, 0.4, 0], abs=1e-5)
+    far = replace(attack, mean_bound=0.45, inner=Scripted((0.04,), calls=[]))
+    x_adv = far(stubborn(), x, y)  # (0.48 + 0.8) / 3 = 0.43
+    assert dissimilarity(x_adv, x).tolist() == pytest.approx([0.48, 0.8, 0], abs=1e-5)
+
+
+def test_a_bound_on_the_mean_depends_on_the_batch_and_says_so(five):
+    mean = PAA(FGSM, "AvgP", 1.0, mean_bound=0.3)
+    assert is_batch_separable(PAA(FGSM, "AvgP", 0.3), five) and not is_batch_separable(mean, five)
+    expected = replace(mean, max_dissimilarity=0.5, mean_bound=0.15)
+    assert mean.rescaled(0.5) == mean.rescaled(0.5, "l2") == expected
+
+
+def test_every_candidate_and_round_has_noise_of_its_own():
+    keys = []
+
+    @dataclass(frozen=True)
+    class Listening(Attack):
+        threat: Threat = LINF
+
+        def perturb(self, defense, x, y, generator):
+            keys.extend(generator.keys.tolist())
+            return x + 0.01
+
+    x, y = torch.full((2, 1, 8, 8), 0.5), torch.zeros(2, dtype=torch.long)
+    PAA(Listening(), rounds=3)(stubborn(2), x, y, Streams.from_index(torch.arange(2)))
+    assert len(keys) == len({*keys}) == 2 * 2 * 3

@@ -261,3 +261,19 @@ def test_l1_attacks_reach_the_optimum_of_a_linear_network():
         fooled, sure = net(x_adv).argmax(1) == 1, (room - 1).abs() > 0.02
         assert torch.equal(fooled[sure], room[sure] > 1)
         assert 10 < fooled.sum() < 30 < sure.sum()
+
+
+def test_best_iterate_is_the_image_where_nothing_helps():
+    """A hill whose top is the image itself: every other point of the ball is worse."""
+
+    class Hill(nn.Module):
+        def forward(self, x):
+            f = (x - 0.5).square().flatten(1).sum(1)
+            return torch.stack([f, -f], 1)
+
+    x, y = torch.full((4, 6), 0.5).double(), torch.zeros(4, dtype=torch.int64)
+    for threat in (LINF, L2):
+        best = PGD(threat, 3, 2 * threat.eps, keep_best=True, restarts=2)
+        assert torch.equal(best(Single(Hill()), x, y, seeded()), x)
+        away = replace(best, keep_best=False)
+        assert not torch.allclose(away(Single(Hill()), x, y, seeded()), x)

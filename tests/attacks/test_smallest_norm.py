@@ -9,7 +9,7 @@ from lightning_rob.attacks import APGD, DDN, PDGD, PGD, MinimalNorm
 from lightning_rob.attacks.pdgd import shrink_largest
 from lightning_rob.defenses import RandomTransforms, Single
 from lightning_rob.objectives import expected_margin
-from lightning_rob.threat import Threat
+from lightning_rob.threat import Threat, ThreatPerImage
 from lightning_rob.transforms import GaussianNoise
 from tests.attacks.common import Recording, images, plane, right, seeded, streams, trained_net
 
@@ -133,3 +133,12 @@ def test_a_zero_gradient_leaves_finite_images():
     x, _ = images(6)
     y = net(x).argmax(1)
     assert torch.equal(DDN(FREE, 3)(Single(net), x, y), x)
+
+
+def test_radii_of_other_images_are_an_error():
+    threat = ThreatPerImage("linf", 0.5, radii=torch.tensor([0.5, 1.0]))
+    x, far = torch.full((2, 1, 2, 2), 0.5), torch.ones(2, 1, 2, 2)
+    assert threat.size(threat.project(far, x) - x).tolist() == [0.25, 0.5]
+    assert threat.of(torch.tensor([1])).unit(x[:1]).tolist() == [1.0]
+    with pytest.raises(ValueError, match="2 radii for 1 images: take `of` these rows"):
+        threat.project(far[:1], x[:1])

@@ -7,11 +7,13 @@ from torch.nn.functional import cross_entropy
 from lightning_rob.attacks import (
     PGD,
     CommonCorruption,
+    OnMember,
     PartialBatchAttack,
+    RandomMember,
     ThroughAdaptation,
     TransferFromStatic,
 )
-from lightning_rob.defenses import DENT, Single
+from lightning_rob.defenses import DENT, Ensemble, Single
 from lightning_rob.evaluation.protocol import evaluate_once
 from lightning_rob.nets import SmallCNN
 from lightning_rob.randomness import Streams
@@ -101,3 +103,12 @@ def test_through_adaptation_each_step_meets_the_defense_adapted_to_it():
         (gradient,) = torch.autograd.grad(loss, leaf)
         x_adv = (x + (x_adv + 0.05 * gradient.sign() - x).clamp(-0.1, 0.1)).clamp(0, 1).detach()
     torch.testing.assert_close(ThroughAdaptation(attack)(defense, x, y), x_adv, rtol=0, atol=1e-6)
+
+
+def test_strategies_are_those_of_the_attack():
+    defense = Ensemble([TinyNet(), TinyNet()], [0.7, 0.3])
+    found = PartialBatchAttack(RandomMember(INNER), 0.25).strategies(defense)
+    assert found == [
+        (pytest.approx(p), PartialBatchAttack(OnMember(INNER, i), 0.25))
+        for i, p in enumerate((0.7, 0.3))
+    ]

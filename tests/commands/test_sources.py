@@ -250,3 +250,9 @@ def test_a_file_system_that_cannot_tell_one_object_from_the_next_is_refused(
     for change in ({"modify": "20261122150405"}, {"Last-Modified": "Sun, 22 Nov"}):
         info = plain | change
         assert source.stamps()["a.ckpt"][0]
+
+
+def test_passwords_in_errors_of_packages_are_not_passed_on():
+    reason = "API request to http://me:p@ss@host/api?sig=hidden failed: http://a@b/c"
+    told = str(Unreachable(reason))
+    assert told == "API request to http://host/api?… failed: http://b/c"

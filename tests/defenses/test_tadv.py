@@ -187,3 +187,14 @@ def test_both_halves_share_batch_statistics_and_the_attack_is_in_eval_mode():
     assert net.norm.num_batches_tracked == 1
     assert net.training
     assert not spy.seen[0][2]
+
+
+@pytest.mark.parametrize(("fraction", "clean"), [(0.25, 6), (0.9, 1), (1.0, 0), (0.01, 8)])
+def test_a_fraction_is_the_share_and_the_weight_of_the_attacked(fraction, clean):
+    defense, (x, y) = Single(TinyNet()), batch()
+    losses = F.cross_entropy(
+        defense.net(torch.cat([x[:clean], torch.ones_like(x[clean:])])), y, reduction="none"
+    )
+    parts = [(1 - fraction, losses[:clean]), (fraction, losses[clean:])]
+    expected = sum(weight * part.mean() for weight, part in parts if len(part))
+    torch.testing.assert_close(half_adversarial(defense, x, y, Spy(), fraction), expected)

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from lightning_rob.attacks import (
     GMSA,
@@ -325,3 +326,10 @@ WRONG = [(name, *pair) for name, given in OUT_OF_RANGE.items() for pair in given
 def test_arguments_out_of_range(name, option, value):
     with pytest.raises(ValueError, match=f"{option} must .*{value}"):
         ADAPTING[name](trained(), **{option: value})
+
+
+@pytest.mark.parametrize("kind", [tuple, lambda parts: TensorDataset(*parts)])
+def test_source_images_of_another_range_are_refused(kind):
+    x, y = images(6)
+    with pytest.raises(ValueError, match=r"source must have images in \[0, 1\], got values in"):
+        TADV(trained(), kind((255 * x, y)))

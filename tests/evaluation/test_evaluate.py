@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from lightning_rob import PGD, Ensemble, RobustEval, Single, Strongest, Threat, evaluate
-from lightning_rob.attacks import Attack, MinimalNorm
+from lightning_rob.attacks import Attack, MinimalNorm, NoAttack, RandomStart
 from lightning_rob.defenses import DENT
 from lightning_rob.evaluation import EvaluationResult, RoundProtocol
 from lightning_rob.evaluation.store import PerImageRows
@@ -294,10 +294,11 @@ def of_other_code():
         {"model": net(1)},
         {"model": of_other_code()},
         {"attacks": {"weak": ATTACKS["pgd"]}},
+        {"seed": 1},
         {"repeats": 2},
         {"protocol": RoundProtocol(images=10)},
     ],
-    ids=["weights", "code", "attack", "repeats", "rounds"],
+    ids=["weights", "code", "attack", "seed", "repeats", "rounds"],
 )
 def test_another_evaluation_does_not_resume(tmp_path, change):
     weak = {"weak": ATTACKS["weak"]}
@@ -382,3 +383,23 @@ def test_worst_is_over_all_callbacks_that_evaluate_in_an_epoch():
         assert logged["test/robust/worst"] <= logged["test/robust/pgd"]
     trainer(strong).test(module, blobs, verbose=False)
     assert [r.name for r in strong.results] == ["clean", "pgd", "worst"]
+
+
+def test_each_repeat_meets_a_defender_with_noise_of_its_own():
+    noisy, attacks = Single(nn.Sequential(net(), Noise())), {"none": NoAttack(THREAT)}
+    found = evaluate(noisy, attacks, DataLoader(data(), 50), repeats=2, progress=False)
+    assert set(found.per_image("none").tolist()) == {0.0, 0.5, 1.0}
+
+
+def test_each_attack_has_noise_of_its_own():
+    twice = {name: RandomStart(THREAT) for name in "ab"}
+    found = evaluate(net(), twice, DataLoader(data(), 50), progress=False)
+    assert not torch.equal(found.rows.sizes[:, 1], found.rows.sizes[:, 2])
+
+
+def test_several_inferences_of_a_random_defense_have_an_interval_of_their_own():
+    noisy = Single(nn.Sequential(net(), nn.Dropout(0.0), Noise()))
+    found = evaluate(noisy, ATTACKS, DataLoader(data(), 50), inferences=4, progress=False)
+    assert found.scores.shape == (50, 3, 4)
+    assert found.random
+    assert found.covers == "images and inferences"

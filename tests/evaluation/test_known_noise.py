@@ -21,6 +21,7 @@ from lightning_rob import (
 from lightning_rob.attacks import Square, SurrogateTransforms
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.known_noise import KnownNoise, drawn_parts
+from lightning_rob.evaluation.evaluator import Evaluator
 from lightning_rob.evaluation.protocol import PREDICT
 from lightning_rob.randomness import Streams, normal
 from lightning_rob.rules import majority
@@ -146,3 +147,35 @@ def test_where_there_is_no_noise_to_know():
         assert "known noise" not in found.table()
     with pytest.raises(ValueError, match="no attack can be called 'known_noise'"):
         evaluate(Single(NET), {"known_noise": WEAK["pgd"]}, [(x, y)], **options)
+
+
+class Killed(Exception):
+    pass
+
+
+def test_it_resumes(tmp_path, monkeypatch):
+    x, y = images(20)
+    batches = [(x, y)]
+    options = {"checks": False, "progress": False, "known_noise": True, "group_size": 10}
+    whole = evaluate(Noisy(NET), WEAK, batches, **options)
+    count, score = [], Evaluator.score
+
+    def once(self, *args):
+        if count:
+            raise Killed
+        count.append(1)
+        score(self, *args)
+
+    monkeypatch.setattr(Evaluator, "score", once)
+    with pytest.raises(Killed):
+        evaluate(Noisy(NET), WEAK, batches, resume=tmp_path, **options)
+    monkeypatch.setattr(Evaluator, "score", score)
+    attacked = []
+    monkeypatch.setattr(
+        Evaluator,
+        "_with_known_noise",
+        lambda self, *a, own=Evaluator._with_known_noise: attacked.append(1) or own(self, *a),
+    )
+    again = evaluate(Noisy(NET), WEAK, batches, resume=tmp_path, **options)
+    assert attacked == [1]  # of the second group only
+    assert torch.equal(again.rows.known_noise, whole.rows.known_noise)

@@ -15,6 +15,7 @@ from lightning_rob.metrics import (
     paired_p,
     student,
     wilson,
+    wilson_over_draws,
 )
 from lightning_rob.metrics.gaffke import p_at_most
 
@@ -178,3 +179,11 @@ def test_holm_makes_any_error_as_rare_as_one():
     assert (adjusted[:, same].min(1) < level).mean() < level + error
     bonferroni = 6 * p[:, [1, 4]] < level
     assert (adjusted[:, [1, 4]] < level).mean() > bonferroni.mean() > 0.5
+
+
+def test_an_interval_over_draws_adds_the_half_widths_in_square():
+    values, mean = [0.38, 0.4, 0.42], 0.4
+    ends = zip(wilson_over_draws(values, 50), wilson(mean, 50), student(values), strict=True)
+    for end, of_images, of_draws in ends:
+        assert abs(end - mean) == pytest.approx(math.hypot(of_images - mean, of_draws - mean))
+    assert wilson_over_draws([mean], 50) == wilson(mean, 50)

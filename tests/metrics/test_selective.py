@@ -96,3 +96,15 @@ def test_curves_threshold_by_threshold(per):
         error = kept.sum() / (len(p) if per == "image" else max(1, len(kept)))
         expected = [out[clean.numpy()].mean(), out.mean(), error]
         assert found[:, t].tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_rejecting_everything_is_no_error():
+    predictions, y, clean = torch.zeros(7, 3), torch.arange(7) % 3, torch.arange(7) < 3
+    for per in ("image", "prediction"):
+        assert [float(v) for v in selective_error(predictions, y, clean, per)] == [1.0, 1.0, 0.0]
+
+
+def test_a_score_that_is_no_number_is_rejected():
+    scores = torch.tensor([torch.nan, 0.2])
+    curves = rejection_curves(scores, torch.tensor([True, False]), torch.tensor([True, False]))
+    assert [float(curve[-1]) for curve in curves] == [1.0, 0.5, 0.0]

@@ -8,11 +8,13 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import ReduceLROnPlateau
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations
 
 from lightning_rob.attacks import PGD
 from lightning_rob.callbacks import RobustEval
 from lightning_rob.defenses import RandomTransforms
 from lightning_rob.modules import AdversarialTraining
+from lightning_rob.modules.weight_perturbation import loss_at_perturbed_weights
 from lightning_rob.objectives import ce_of_mean_probs
 from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
@@ -281,3 +283,28 @@ def test_a_schedule_of_one_cycle_steps_with_each_batch():
     callback = RobustEval({"pgd": PGD(Threat("linf", 0.1), 1, 0.1)}, every_n_epochs=9)
     cycle = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=4)
     assert len(set(rates(cycle, callback, 3))) == 3
+
+
+@pytest.mark.parametrize(
+    "parametrize", [parametrizations.weight_norm, parametrizations.spectral_norm]
+)
+def test_awp_perturbs_weights_behind_a_parametrization(parametrize):
+    module, x, y = trained_by("plain", awp=0.1)
+    module.defense.net.first.weight.requires_grad_(False)
+    parametrize(module.defense.net.last).eval()
+    loss = loss_at_perturbed_weights(module.defense, module._loss_on, (x, x, y), 0.1)
+    assert loss.item() > module._loss_on(x, x, y).item() + 0.01
+
+
+def test_awp_without_weights_to_perturb():
+    module, x, y = trained_by("plain", awp=0.1)
+    for name in ("first", "last"):
+        getattr(module.defense.net, name).weight.requires_grad_(False)
+    with pytest.raises(ValueError, match="awp found no weights to perturb"):
+        module.loss(x, y)
+
+
+def test_awp_refuses_weights_of_16_bits():
+    trainer = quiet_trainer(precision="bf16-true")
+    with pytest.raises(MisconfigurationException, match=r"awp is for .* got bf16-true"):
+        AdversarialTraining(TinyNet, Spy(), awp=0.005).check_trainer(trainer)

@@ -115,3 +115,18 @@ def test_folding_does_not_change_distillation(layer, monkeypatch):
     fast = distil(net, layer, x, target, steps=3)
     monkeypatch.setattr("lightning_rob.modules.dverge._Features.foldable_networks", [])
     torch.testing.assert_close(distil(net, layer, x, target, steps=3), fast, rtol=0, atol=1e-9)
+
+
+def test_a_convolution_before_batch_norm_is_not_folded():
+    torch.manual_seed(0)
+    net = ConvNet()
+    for _ in range(3):
+        net(torch.rand(8, 3, 8, 8))  # statistics that folding would move into the convolution
+    net[1].weight.data.mul_(4)
+    source, target = torch.rand(2, 4, 3, 8, 8)
+    found = distil(net, "0", source, target, eps=1.0, steps=30, step_size=0.05)
+    net.eval()
+    far, near = (
+        (features(net, "0", z) - features(net, "0", target)).norm() for z in (source, found)
+    )
+    assert near < 0.2 * far

@@ -88,3 +88,11 @@ def test_the_radius_grows_over_the_epochs(monkeypatch):
         seen.append(module.current_threat().eps)
     assert seen == pytest.approx([0.01, 0.02, 0.03, 0.03])
     assert TRS(TinyNet, THREAT).current_threat() == THREAT
+
+
+def test_the_search_never_ends_at_a_smoother_place_than_it_began():
+    torch.manual_seed(0)
+    members = [TinyNet(), TinyNet()]
+    x, y = batch()
+    found = roughest(members, x, y, Threat("linf", 0.3), 2, torch.Generator().manual_seed(0))
+    assert (norms(members, found, y) >= norms(members, x, y) - 1e-6).all()
