@@ -12,7 +12,6 @@ from lightning_rob.attacks import CW, PAA, PGD, Attack, DeepFool, ranking_weight
 from lightning_rob.attacks.base import is_batch_separable
 from lightning_rob.attacks.transform_ensemble import AGGREGATES
 from lightning_rob.defenses import Single, TransformEnsemble
-from lightning_rob.defenses.copies import original
 from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
 from lightning_rob.transforms.pool import chosen
