@@ -145,13 +145,3 @@ def test_strategies_are_those_on_the_members_with_a_gradient(mixed):
     assert [(p, a) for p, a in played] == [
         (pytest.approx(0.25), OnDifferentiable(OnMember(FGSM, i))) for i in range(4)
     ]
-
-
-def test_randomness_in_front_of_the_target_is_drawn_at_every_step():
-    ensemble = trained(["noise_gaussian"], steps=20).eval()
-    x, y = images(6, seed=7)
-    inner = PGD(LINF, 5, 0.03, random_start=False, draws=3)
-    streams = [Streams.from_index(torch.arange(6), key) for key in (1, 1, 2)]
-    first, again, other = (TAA(inner, 0)(ensemble, x, y, noise) for noise in streams)
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)

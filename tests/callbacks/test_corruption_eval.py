@@ -94,3 +94,8 @@ def test_one_table_of_corruption_severity_and_attack(package, capsys):
 def test_refuses(options, message):
     with pytest.raises(ValueError, match=message):
         CorruptionEval(**options)
+
+
+def test_two_callbacks_are_refused(package):
+    with pytest.raises(ValueError, match="a run has one CorruptionEval: give it all corruptions"):
+        logged_by(CorruptionEval(["darker"], [1]), CorruptionEval(["grainy"], [1]))

@@ -403,3 +403,13 @@ def test_several_inferences_of_a_random_defense_have_an_interval_of_their_own():
     assert found.scores.shape == (50, 3, 4)
     assert found.random
     assert found.covers == "images and inferences"
+
+
+def test_the_strongest_attack_has_a_threat_if_it_is_that_of_all():
+    batches = DataLoader(data(), 50)
+    worst = evaluate(net(), ATTACKS, batches).measurement("worst").details
+    assert worst["ball"] == str(THREAT) and worst["threat"]["init_args"]["eps"] == THREAT.eps
+    far = {**ATTACKS, "far": PGD(Threat("linf", 0.2), 1, 0.2)}
+    worst = evaluate(net(), far, batches).measurement("worst").details
+    assert "threat" not in worst
+    assert worst["ball"] == "several"

@@ -403,3 +403,15 @@ def test_which_images_count(data, options, limits, group_size, images):
     result, index = callback.results[0], callback.result.index.tolist()
     assert (result.details["group_size"], result.n) == (group_size, len(set(index)))
     assert images[0] <= result.n <= images[1]
+
+
+def test_the_worst_of_a_game_is_over_all_callbacks():
+    strong = PGD(Threat("linf", 1.0), 3, 0.5)
+    torch.manual_seed(0)
+    module = AdversarialTraining(lambda: linear(inputs=192), defense=Whim)
+    callbacks = [RobustEval({"strong": strong}), RobustEval({"weak": NOTHING}, max_images=20)]
+    evaluate(module, *callbacks)
+    worst = callbacks[0].results[-1]
+    assert worst.details["over"] == ["strong", "weak"]
+    assert (worst.n, worst.details["images"]) == (20, "those that all attacks have")
+    assert worst.accuracy < callbacks[0].results[3].accuracy

@@ -205,3 +205,10 @@ def test_another_file_is_no_record(tmp_path):
     (tmp_path / "a.json").write_text(none.replace("1", "2"))
     with pytest.raises(ValueError, match="its schema is 2, this version reads 1"):
         read_result_file(tmp_path / "a.csv")
+
+
+def test_an_image_that_no_attack_breaks_is_broken_by_none(results):
+    with results.path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    held = [r for r in rows if 0 < float(r["clean"]) <= min(float(r["apgd"]), float(r["arc"]))]
+    assert held and {row["broken_by"] for row in held} == {""}
