@@ -17,6 +17,7 @@ from lightning_rob.attacks.contexts import foldable_networks
 from lightning_rob.defenses import Defense, random_transforms_in
 from lightning_rob.defenses.network import logits_in
 from lightning_rob.defenses.random_transforms import Gradients, Shared
+from lightning_rob.runtime.errors import within
 from lightning_rob.threat import divisor, scale
 from lightning_rob.transforms.base import pinned
 
@@ -237,6 +238,9 @@ class SGM(Backward):
     gamma: float = 0.5
     first_blocks: bool = False
 
+    def __post_init__(self) -> None:
+        within(0, 1, gamma=self.gamma)
+
     def __call__(self, defense: nn.Module) -> AbstractContextManager[None]:
         def shrink(x: Tensor) -> Tensor:
             if x.requires_grad:
@@ -273,6 +277,9 @@ class LinBP(Backward):
     """
 
     start: float = 0.5
+
+    def __post_init__(self) -> None:
+        within(0, 1, start=self.start)
 
     def __call__(self, defense: nn.Module) -> AbstractContextManager[None]:
         chosen: dict[fx.Node, Block] = {}
@@ -389,6 +396,7 @@ class InsideBounds(Backward):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bounds", tuple(self.bounds))
+        within(0, 0.5, hair=self.hair)
 
     def __call__(self, defense: Defense) -> AbstractContextManager[None]:
         low, high = self.bounds

@@ -126,6 +126,8 @@ class CW(Attack):
 
     def __post_init__(self) -> None:
         at_least(1, steps=self.steps, binary_steps=self.binary_steps, draws=self.draws)
+        # Below zero the attack would climb away from success, and the network seem robust.
+        at_least(0, step_size=self.step_size, confidence=self.confidence)
         check_norm(self, 2)
 
     def cost(self, count: PassCount) -> int:

@@ -17,7 +17,7 @@ from lightning_rob.attacks.pgd import is_certain
 from lightning_rob.defenses import Defense
 from lightning_rob.objectives import expected_margin, log_expected_ce
 from lightning_rob.randomness import Generator
-from lightning_rob.runtime.errors import at_least
+from lightning_rob.runtime.errors import at_least, within
 from lightning_rob.threat import Threat, divisor, scale
 
 FIRST_STEP, LAST_STEP = 1.0, 0.01  # lengths of the gradient steps, by a cosine, on pixels in [0, 1]
@@ -48,6 +48,8 @@ class DDN(Attack):
 
     def __post_init__(self) -> None:
         at_least(1, steps=self.steps)
+        at_least(0, first_norm=self.first_norm)
+        within(0, 1, gamma=self.gamma)
         check_norm(self, 2)
 
     def cost(self, count: PassCount) -> int:

@@ -46,6 +46,7 @@ class DeepFool(Attack):
 
     def __post_init__(self) -> None:
         at_least(1, steps=self.steps, candidates=self.candidates, draws=self.draws)
+        at_least(0, overshoot=self.overshoot)
         check_norm(self, math.inf, 2)
 
     def cost(self, count: PassCount) -> int:

@@ -14,6 +14,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from lightning_rob.runtime.errors import within
 from lightning_rob.threat import Threat, divisor, scale
 
 State = tuple[Tensor, ...]
@@ -78,6 +79,8 @@ class AggMo(AttackOptimizer):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "momentum", tuple(self.momentum))
+        for coefficient in self.momentum:
+            within(0, 1, momentum=coefficient)
         if self.variant not in get_args(Variant):
             raise ValueError(f"variant must be of {get_args(Variant)}, got {self.variant!r}")
 
@@ -111,6 +114,9 @@ class Nesterov(AttackOptimizer):
 
     momentum: float = 0.9
 
+    def __post_init__(self) -> None:
+        within(0, 1, momentum=self.momentum)
+
     def init(self, threat: Threat) -> StepRule:
         def update(gradient: Tensor, state: State) -> tuple[Tensor, State]:
             g = _unit(gradient)
@@ -137,6 +143,8 @@ class Adam(AttackOptimizer):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))
+        for beta in self.betas:
+            within(0, 1, betas=beta)
 
     def init(self, threat: Threat) -> StepRule:
         first, second = self.betas

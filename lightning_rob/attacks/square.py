@@ -16,7 +16,7 @@ from lightning_rob.defenses import Defense
 from lightning_rob.defenses.per_image import restricted_to
 from lightning_rob.objectives import check_logits, margin
 from lightning_rob.randomness import Generator, uniform
-from lightning_rob.runtime.errors import at_least
+from lightning_rob.runtime.errors import at_least, within
 from lightning_rob.threat import Threat, choose, divisor, guard, scale
 
 SCHEDULE = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)  # queries after which p is halved
@@ -57,6 +57,7 @@ class Square(Attack):
 
     def __post_init__(self) -> None:
         at_least(1, queries=self.queries, draws=self.draws)
+        within(0, 1, p=self.p)
         check_norm(self, math.inf, 2, 1)
         check_start(self)
 

@@ -372,6 +372,8 @@ class SurrogateGradient(AttackDecorator):
         if unknown := set(self.slopes) - set(get_args(Slope)):
             raise ValueError(f"slopes must be of {get_args(Slope)}, got {sorted(unknown)}")
         at_least(0, copies=self.copies, stand_in=self.stand_in)
+        if self.noise < 0 or (self.noise > 0) != (self.copies > 0):
+            raise ValueError(f"give noise and copies, got {self.noise:g} and {self.copies}")
 
     @property
     def batch_dependent(self) -> bool:  # type: ignore[override]

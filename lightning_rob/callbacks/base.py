@@ -10,7 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_rob.attacks import Attack
@@ -128,6 +128,11 @@ class EvaluationCallback(Callback, ABC):
             rank_zero_warn(
                 f"{name} measures nothing in fit: {type(pl_module).__name__} has no "
                 "validation_step, which may be empty (`pass`)"
+            )
+        if stage == "fit" and 0 < (trainer.max_epochs or 0) < self.every_n_epochs:
+            rank_zero_info(
+                f"{name} attacks in every {self.every_n_epochs}th epoch of a fit, so in none of "
+                f"these {trainer.max_epochs}: lower its every_n_epochs, or test afterwards"
             )
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         averaging = [c for c in callbacks if isinstance(c, WeightAveraging)]

@@ -72,6 +72,10 @@ class RandomTransforms(Defense):
             raise ValueError(f"size must be 1 … {len(self.transforms)} transforms, got {size}")
         self.size = size
         self.draws = draws
+        if shared_order not in (True, False):  # "batch" is for attacks: images must be independent
+            raise ValueError(
+                f"shared_order must be True or False, got {shared_order!r}: see SurrogateTransforms"
+            )
         self.shared_order: Shared = shared_order
         self.released_code = released_code
         self.folder = approximations if isinstance(approximations, str) else None

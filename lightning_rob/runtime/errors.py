@@ -42,6 +42,13 @@ def at_least(minimum: int, **numbers: float | None) -> None:
             raise ValueError(f"{name} must be at least {minimum}, got {number}")
 
 
+def within(low: float, high: float, **numbers: float) -> None:
+    """Raise a ValueError that names the first number outside [low, high]."""
+    for name, number in numbers.items():
+        if not low <= number <= high:  # NaN neither
+            raise ValueError(f"{name} must be in [{low:g}, {high:g}], got {number}")
+
+
 def visible(text: str) -> str:
     """Return text for any terminal and file: what is not printable becomes an escape."""
     # A name of a file may hold a newline, codes of a terminal or bytes that are no UTF-8.
