@@ -75,11 +75,14 @@ def test_a_broken_model_stops_no_other(listed, trained, tmp_path, monkeypatch, c
 
 
 def test_once_the_others_are_evaluated_and_the_failure_is_the_exit_code(listed, tmp_path, capsys):
+    with listed.open("a") as file:
+        yaml.safe_dump({"fourth": {"run": str(tmp_path / "later")}}, file)
     assert watch(listed, "--once") == 2
     assert evaluated(tmp_path / "a") == EPOCHS[:2]
     error = capsys.readouterr().err
     assert "second: " in error and "NoSuchCallback" in error
     assert "third: there is no checkpoint in" in error
+    assert "fourth: there is no folder or checkpoint" in error
 
 
 BAD = {

@@ -68,14 +68,19 @@ class MonitorConfig(CommandConfig):
             check_remote(self.url)
             if self.out is None:
                 raise ValueError(f"{self.url} needs --out FOLDER: the history is a local file")
-        elif not Path(self.run).exists():
-            raise ValueError(f"there is no folder or checkpoint {self.run}")
+        elif not self.label:
+            self.check_run()
         if not 0 < self.every < float("inf"):
             raise ValueError(f"--every must be above 0, got {self.every:g}")
         _ = self.level, self.minima  # raise errors before anything is built
         check_destinations(self.notify or ())
         if self.serve is None and self.serve_host != LOCAL:
             raise ValueError("--serve_host is for --serve, which is not given")
+
+    def check_run(self) -> None:
+        """Raise ValueError if there is nothing to watch; one of several models may begin later."""
+        if not (self.url or Path(str(self.run)).exists()):
+            raise ValueError(f"there is no folder or checkpoint {self.run}")
 
     @property
     def is_over(self) -> bool:

@@ -139,6 +139,7 @@ class Watched:
 
     def open(self) -> None:
         """Open source and history; a failure leaves no lock behind."""
+        self.config.check_run()
         home, url = self.config.home, self.config.url
         source: Source = LocalFolder(self.config.folder, self.config.file)
         if url is not None:
