@@ -239,7 +239,9 @@ class RobustCLI(LightningCLI):
     def _describe(self, error: Exception) -> str:
         if not isinstance(error, OSError) or error.errno not in UNWRITABLE:
             return " ".join([str(error), *getattr(error, "__notes__", ())])
-        place = error.filename or "the run's folder"
+        loggers = getattr(getattr(self, "trainer", None), "loggers", ())
+        folders = (getattr(logger, "log_dir", None) for logger in loggers)
+        place = error.filename or next(filter(None, folders), "the run's folder")
         return f"{place} cannot be written: {error.strerror}; what was there before is whole"
 
     def before_instantiate_classes(self) -> None:
