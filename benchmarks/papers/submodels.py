@@ -2,7 +2,7 @@
 
     lightning-rob fit --config configs/athena_pool_digits.yaml --model.epochs=3 \
         --trainer.max_epochs=219 --data.limit_train=2000
-    python benchmarks/papers/submodels.py --ckpt_path logs/version_0/checkpoints/last.ckpt
+    python benchmarks/papers/submodels.py logs/version_0/checkpoints/last.ckpt
 
 PGD-100 attacks the sub-model on unchanged images, as in the paper's Table 6. All sub-models predict
 each image once; then random compositions of them vote. An accuracy is the mean over compositions,
@@ -16,14 +16,12 @@ from statistics import fmean
 import torch
 from rich.progress import track
 
-from lightning_rob.attacks import PGD
-from lightning_rob.cli.lightning_cli import RobustCLI
-from lightning_rob.commands.checkpoints import load_weights, read_checkpoint
+from lightning_rob import PGD, Threat, load
+from lightning_rob.data import Digits5k
 from lightning_rob.metrics import student
 from lightning_rob.plots import COLORS, blank, save
 from lightning_rob.randomness import Streams
 from lightning_rob.rules import VOTING_RULES
-from lightning_rob.threat import Threat
 from lightning_rob.transforms.pool import chosen
 
 COUNTS = (14, 28, 42, 56)  # irreversible sub-models
@@ -32,20 +30,17 @@ ENSEMBLES = ("reversible", *(f"14r+{n}i" for n in COUNTS), *(f"{n}i" for n in CO
 BATCH = 100
 
 
-class Study(RobustCLI):
-    """Build the objects that `test` would run, and let the compositions vote."""
+class Study:
+    """Test images, and the sub-models that vote on them."""
 
-    def __init__(self, options, args):
-        self.options = options
-        super().__init__(["test", *args, "--trainer.logger=false"])
-
-    def test(self, model, datamodule, ckpt_path=None, **_):
-        load_weights(model, read_checkpoint(str(ckpt_path)))
-        datamodule.setup("test")
-        rows = [datamodule.parts["test"][i] for i in range(self.options.images)]
+    def __init__(self, checkpoint, images):
+        data = Digits5k()
+        data.prepare_data()
+        data.setup("test")
+        rows = [data.parts["test"][i] for i in range(images)]
         self.x = torch.stack([row[0] for row in rows])
         self.y = torch.tensor([int(row[1]) for row in rows])
-        self.defense = model.defense.eval()
+        self.defense = load(checkpoint)
 
     def logits(self, attack):
         """Return the logits [members, images, classes] of attacked or clean images."""
@@ -109,12 +104,13 @@ def draw(study, votes, draws, path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("checkpoint")
     parser.add_argument("--images", type=int, default=1000)
     parser.add_argument("--draws", type=int, default=5, help="random compositions of each kind")
     parser.add_argument("--eps", type=float, default=0.3, help="linf")
     parser.add_argument("--picture", type=Path, help="PNG of accuracy and number of sub-models")
-    options, rest = parser.parse_known_args()
-    study = Study(options, rest)
+    options = parser.parse_args()
+    study = Study(options.checkpoint, options.images)
     attack = PGD(Threat("linf", options.eps), steps=100, step_size=0.01)
     attacks = {"no attack": None, "PGD on the original": attack}
     votes = {name: study.logits(attack) for name, attack in attacks.items()}

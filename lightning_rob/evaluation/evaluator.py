@@ -362,8 +362,9 @@ class Evaluator:
 
     def _heeded(self, finding: Finding) -> bool:
         """Return whether a random network is averaged over, as the check of randomness advises."""
-        drawing = [one for attack in self.attacks.values() for one in walk(attack)]
-        averaged = all((getattr(one, "draws", 2) or 1) > 1 for one in drawing)
+        # An attack without draws averages over nothing.
+        parts = ([getattr(one, "draws", 0) for one in walk(a)] for a in self.attacks.values())
+        averaged = all(max((draws or 0 for draws in each), default=0) > 1 for each in parts)
         random = (finding.name, finding.severity) == ("randomness", "warning")
         return random and averaged and self.settings.inferences > 1
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import lightning_rob
-from lightning_rob.attacks import ARC, CW, DDN, FAB, PGD, DeepFool, Square
+from lightning_rob.attacks import ARC, CW, DDN, FAB, PGD, DeepFool, RandomStart, Square
 from lightning_rob.audit.auditor import audit
 from lightning_rob.data import Digits5k
 from lightning_rob.defenses import Ensemble, RandomTransforms, Single
@@ -228,7 +228,8 @@ def test_randomness_that_is_averaged_over_is_no_finding():
     noisy, attack = Around(lambda x: x + 0.1 * torch.randn_like(x)), PLAIN["pgd"]
     averaged = {"pgd": replace(attack, draws=5)}
     assert "randomness" not in names(evaluate(noisy, averaged, [batch()], inferences=2))
-    for attacks, inferences in ((averaged, 1), (PLAIN, 2)):
+    undrawn = {"start": RandomStart(attack.threat)}  # it has no draws
+    for attacks, inferences in ((averaged, 1), (PLAIN, 2), (undrawn, 2)):
         with pytest.warns(FindingWarning):
             found = evaluate(noisy, attacks, [batch()], inferences=inferences)
         assert "randomness" in names(found)
