@@ -27,12 +27,11 @@ class Measurement(EvaluationCallback):
         target: Callable[[Defense], Defense],
         settings: EvaluationSettings,
         inputs: Inputs | None = None,
-        after_batch: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(attacks, **vars(inputs or Inputs()))
         self.settings = settings
         self.target = target
-        self.after_batch = after_batch
+        self.after_batch: Callable[[], None] | None = None
         self.result: EvaluationResult | None = None
 
     def earlier(self, trainer: Trainer) -> list[Self]:

@@ -185,11 +185,8 @@ class RobustEval(EvaluationCallback):
             same_target.append(found)
         values: dict[str, float] = {}
         if full := finished.get(full_defense):
-            # If several games were played, the last one decides the worst case.
-            last, game = full[-1], full[-1].details.get("protocol")
-            same = [r for r in full if r.details.get("protocol") == game]
-            worst = worst_measurement(same, worst_over(same))
-            next(e for e in self.evaluations if e.result is last).rows.append(worst)
+            worst = worst_measurement(full, worst_over(full))
+            next(e for e in self.evaluations if e.result is full[-1]).rows.append(worst)
             # Modules of this package log the clean accuracy of a defense that does not adapt.
             if full[0].joint or not hasattr(pl_module, "defense"):
                 values[CLEAN] = full[0].accuracy(CLEAN)

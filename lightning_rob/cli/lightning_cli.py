@@ -276,10 +276,13 @@ class RobustCLI(LightningCLI):
     def before_test(self) -> None:
         self.before_validate()
         attacks = [*self._attacks()]
+        figures = (*attacks, "worst", "clean", "blind", "findings", "known_noise")
+        known = {f"robust/{name}" for name in figures}
         # A threshold for an attack that is not configured would be found missing after hours.
         for name in self.minima if attacks else ():
-            prefix, _, attack = name.removeprefix("test/").rpartition("robust/")
-            if not prefix and attack != name and attack not in (*attacks, "worst", "clean"):
+            short = name.removeprefix("test/")
+            if short.startswith("robust/") and short not in known:
+                attack = short.removeprefix("robust/")
                 raise InputError(f"no attack is called {attack!r}: {', '.join(attacks)}, worst")
 
     def recipe(self) -> dict[str, Any]:

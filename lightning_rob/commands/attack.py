@@ -41,7 +41,7 @@ class AttackConfig(RadiusConfig):
         at_least(0, seed=self.seed)
 
 
-def run(config: AttackConfig, built: "Run") -> bool:
+def run(config: AttackConfig, built: "Run") -> None:
     """Attack the images; print the table, the trail and the attack that was found."""
     from lightning_rob.attacks import Auto
     from lightning_rob.callbacks import RobustEval
@@ -61,7 +61,6 @@ def run(config: AttackConfig, built: "Run") -> bool:
             atomic_write_text(folder / "found.yaml", found[0].recipe)
             print(f"As a plug-in: --trainer.callbacks+={folder / 'found.yaml'}")
         print(f"In Python: {found[0].attack}")
-    return False
 
 
 def trail(result: "AutoResult") -> str:

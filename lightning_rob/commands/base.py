@@ -1,7 +1,6 @@
 """A built run, as the command line hands it to a command."""
 
 import logging
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -90,13 +89,6 @@ def quiet_lightning() -> Iterator[None]:
             logger.setLevel(level)
 
 
-class HiddenProgressBar(ProgressBar):
-    """Shows no bar of its own, but lets attacks show theirs."""
-
-    def disable(self) -> None:
-        """Do nothing: there is no bar to disable."""
-
-
 @contextmanager
 def without_reporting(trainer: Trainer) -> Iterator[tuple[list[RobustEval], list[Callback]]]:
     """Take a trainer's loggers and its evaluation, progress-bar and config callbacks away.
@@ -107,8 +99,6 @@ def without_reporting(trainer: Trainer) -> Iterator[tuple[list[RobustEval], list
     reporting = (EvaluationCallback, ProgressBar, SaveConfigCallback)
     others = [callback for callback in callbacks if not isinstance(callback, reporting)]
     loggers, trainer.loggers = trainer.loggers, []
-    if sys.stderr.isatty():
-        others.append(HiddenProgressBar())
     try:
         with quiet_lightning():
             yield [c for c in callbacks if isinstance(c, RobustEval)], others

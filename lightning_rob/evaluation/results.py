@@ -387,7 +387,11 @@ def _check_name(name: str, names: Sequence[str]) -> None:
 
 
 def worst_over(results: Sequence[EvaluationResult], fooled: bool = False) -> Worst:
-    """Return the scores under the strongest attack of several evaluations of one defense."""
+    """Return the scores under the strongest attack of several evaluations of one defense.
+
+    Evaluations by the protocol of the last one count: another protocol is another attacker.
+    """
+    results = _by_last_protocol(results)
     return worst_case(
         # `not_fooled` is for an attacker who may leave images as they are.
         [(one.index, one.not_fooled if fooled else one.scores) for one in results],
@@ -396,8 +400,14 @@ def worst_over(results: Sequence[EvaluationResult], fooled: bool = False) -> Wor
     )
 
 
+def _by_last_protocol(results: Sequence[EvaluationResult]) -> list[EvaluationResult]:
+    protocol = results[-1].details.get("protocol")
+    return [result for result in results if result.details.get("protocol") == protocol]
+
+
 def worst_measurement(results: Sequence[EvaluationResult], worst: Worst) -> Result:
     """Return the row of the strongest attack over several evaluations of one defense."""
+    results = _by_last_protocol(results)
     first, last = results[0], results[-1]
     details = {
         **last.details,

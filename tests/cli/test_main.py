@@ -11,6 +11,7 @@ from lightning_rob.cli.options import read_command_line
 from tests.tiny import (
     CKPT,
     arc,
+    exit_code,
     fit,
     pgd,
     recipe,
@@ -110,6 +111,14 @@ def test_a_test_reports_another_radius_than_that_of_the_training(
     monkeypatch.chdir(tmp_path)
     assert said(capsys, trained / CKPT) == []
     assert not list(tmp_path.iterdir())  # a run without a logger writes no configuration
+
+
+@pytest.mark.parametrize("name", ["robust/worst", "test/acc", "robust/blind", "robust/findings"])
+def test_a_threshold_may_name_every_figure_of_a_test(trained, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    options = ("--trainer.callbacks+=pgd", "--trainer.accelerator=cpu", "--data.test_size=4")
+    assert exit_code("test", trained / CKPT, *options, f"--fail_under={name}=0") in (0, 1)
+    assert exit_code("test", trained / CKPT, *options, f"--fail_under={name}_=0") == 2
 
 
 def test_a_test_without_a_checkpoint_says_so(tmp_path, capsys):

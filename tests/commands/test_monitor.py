@@ -45,6 +45,7 @@ from tests.tiny import (
     TinyNet,
     arc,
     exit_code,
+    fit,
     images_of,
     pgd,
     recipe,
@@ -594,6 +595,22 @@ def test_a_suite_of_its_own_where_none_is_given(trained, watched, put):
     assert found["adaptive_pgd"]["threat"]["init_args"]["eps"] == pytest.approx(16 / 255)
     weaker = min(line["accuracy"] for line in found.values() if line["name"] != "worst")
     assert found["worst"]["accuracy"] <= weaker + 1e-9
+
+
+@pytest.mark.parametrize("kind", ["FreeTraining", "AdversarialTraining"])
+def test_a_suite_of_its_own_is_within_the_threat_of_the_training(tmp_path, kind):
+    """Of a training with its own attack, and of one against several."""
+    threat = {"norm": "l2", "eps": 0.7}
+    own = {"threat": threat, "replays": 2} if kind == "FreeTraining" else {}
+    own = own or {"attack": [pgd(threat=threat), pgd()]}
+    net = {"class_path": "tests.tiny.TinyNet"}
+    model = {"class_path": kind, "init_args": {"net": net, **own}}
+    fit(tmp_path, model=model, trainer__max_epochs=1)
+    folder = tmp_path / "run/version_0"
+    run("monitor", folder, "--once", "--trainer.accelerator=cpu", "--data.test_size=8",
+        "--trainer.logger=false")  # fmt: skip
+    threats = [line["threat"]["init_args"] for line in lines(folder) if "threat" in line]
+    assert threats and all(of["norm"] == "l2" and of["eps"] == 0.7 for of in threats)
 
 
 def test_the_report_shows_the_curve(judged):

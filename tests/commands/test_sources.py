@@ -235,7 +235,8 @@ def test_an_alias_that_moves_is_a_new_checkpoint(trained, tmp_path, monkeypatch)
     assert [event["checkpoint"] for event in found] == [f"net-v{i}.ckpt" for i in (1, 2, 1)]
     assert found[1]["change"]["newly_vulnerable"] == found[2]["change"]["won_back"] != []
     (broken,) = events(home, "broken")
-    assert "net-v3.ckpt has not exactly one file of the kind .ckpt" in broken["alarm"][0]
+    assert "net-v3.ckpt: a version must hold one file *.ckpt, this one holds" in broken["alarm"][0]
+    assert "model.pth" in broken["alarm"][0]
 
 
 def test_a_file_system_that_cannot_tell_one_object_from_the_next_is_refused(

@@ -14,6 +14,7 @@ from lightning_rob import PGD, Ensemble, RobustEval, Single, Strongest, Threat, 
 from lightning_rob.attacks import Attack, MinimalNorm, NoAttack, RandomStart
 from lightning_rob.defenses import DENT
 from lightning_rob.evaluation import EvaluationResult, RoundProtocol
+from lightning_rob.evaluation.results import worst_measurement, worst_over
 from lightning_rob.evaluation.store import PerImageRows
 from lightning_rob.metrics import paired, wilson
 from lightning_rob.modules import AdversarialTraining
@@ -175,6 +176,17 @@ def test_resubmission_of_a_random_defense_is_unbiased():
     halved = EvaluationResult({}, replace(rows, scores=scores / 2), random=True)
     with pytest.raises(ValueError, match="or more and repeats=1"):
         halved.resubmitted("clean", 2)
+
+
+def test_the_worst_case_is_over_the_evaluations_by_the_last_protocol():
+    """Each protocol is another attacker: a `worst` over several would be nobody's."""
+    found = []
+    for protocol, score in (("sees its state", 0.1), ("rehearses", 0.6), ("rehearses", 0.4)):
+        rows = PerImageRows(torch.arange(5), None, torch.full((5, 1, 1), score), None, None, None)
+        found.append(EvaluationResult({}, rows, details={"protocol": protocol}))
+    worst = worst_over(found)
+    assert float(worst.scores.mean()) == pytest.approx(0.4)
+    assert worst_measurement(found, worst).accuracy == pytest.approx(0.4)
 
 
 def test_distances_of_one_run_are_the_accuracies_of_all_radii():

@@ -66,7 +66,7 @@ def ranks(scores: Sequence[Array]) -> list[tuple[int, int]]:
     return found
 
 
-def agreement(scores: Sequence[Array], seed: int = 0) -> tuple[float, float, float]:
+def agreement(scores: Sequence[Array]) -> tuple[float, float, float]:
     """Return Kendall's tau between the orders by two trainings, and its 95 % interval.
 
     It is the mean over all pairs of trainings that all defenses with several have; the interval is
@@ -77,7 +77,7 @@ def agreement(scores: Sequence[Array], seed: int = 0) -> tuple[float, float, flo
     means = np.array([score[:common].mean(1) for score in scores])
     if len(means) < 3:
         return np.nan, np.nan, np.nan
-    draws = np.random.default_rng(seed).integers(len(means), size=(RESAMPLES, len(means)))
+    draws = np.random.default_rng(0).integers(len(means), size=(RESAMPLES, len(means)))
     # Defenses are drawn, not trainings: other defenses would have made another order.
     found = [float(np.mean([*_taus(means[chosen])])) for chosen in draws]
     low, high = np.nanquantile(found, [LEVEL / 2, 1 - LEVEL / 2])

@@ -191,5 +191,8 @@ class RegisteredModel(RemoteSource):
             self.download(f"models:/{self.model}/{stamp[0]}", dst_path=str(self.cache))
         found = list(self.cache.rglob("*.ckpt"))
         if len(found) != 1:
-            raise InputError(f"{name} has not exactly one file of the kind .ckpt")
+            held = sorted(path.name for path in self.cache.rglob("*") if path.is_file())
+            raise InputError(
+                f"{name}: a version must hold one file *.ckpt, this one holds {held or 'no file'}"
+            )
         found[0].rename(self.cache / name)

@@ -4,11 +4,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from lightning_rob.attacks import Attack
 from lightning_rob.callbacks import RobustEval
 from lightning_rob.callbacks.measurement import Measurement, measure
 from lightning_rob.callbacks.robust_eval import full_defense
-from lightning_rob.commands.base import Run, without_reporting
+from lightning_rob.commands.base import Run, trained_threat, without_reporting
 from lightning_rob.commands.scores import Scores, scores_by_name
 from lightning_rob.evaluation.records import Result
 from lightning_rob.evaluation.results import WORST, worst_measurement, worst_over
@@ -28,8 +27,7 @@ class Suite:
             raise ValueError(f"monitor runs on one device, got {trainer.world_size}")
         with without_reporting(trainer) as (evaluations, self.others):
             if not evaluations:
-                attack = getattr(run.model, "attack", None)
-                threat = attack.threat if isinstance(attack, Attack) else Threat("linf", 8 / 255)
+                threat = trained_threat(run.model) or Threat("linf", 8 / 255)
                 evaluations = [RobustEval(default_attacks(run.defense, threat), panel=0)]
             trainer.callbacks = [*self.others, *evaluations]  # type: ignore[attr-defined]
             for evaluation in evaluations:

@@ -103,8 +103,8 @@ class Evaluations:
                 return list(epochs[max(epochs)].values())
         return []
 
-    def series(self, stage: str = "val") -> dict[Key, list[AttackResult]]:
-        return by_line(results for _, results in sorted(self.by_stage.get(stage, {}).items()))
+    def series(self) -> dict[Key, list[AttackResult]]:
+        return by_line(results for _, results in sorted(self.by_stage.get("val", {}).items()))
 
 
 @dataclass(frozen=True)

@@ -213,7 +213,7 @@ def _audit(audit: Fields, level: int) -> Iterator[Block]:
         for f in attacks
     ]
     caption = f"Accuracy on {attacks[0]['n'] if attacks else 0:,} test images"
-    yield table(caption, ["attack", "within", "accuracy>"], rows, kind="matrix")
+    yield table(caption, ["attack", "within", "accuracy>"], rows)
     rest = [[f["name"], f["severity"], f["text"]] for f in audit["findings"] if f not in loud]
     yield Details("Other checks", [table("", ["check", "severity", "finding"], rest)])
 
@@ -406,12 +406,11 @@ def result_cell(result: AttackResult | None) -> Cell:
     return accuracy_cell(result.accuracy, result.interval) if result else Cell(NONE)
 
 
-def attack_table(
-    results: Sequence[AttackResult], caption: str = "The threat, and every argument of every attack"
-) -> Table:
+def attack_table(results: Sequence[AttackResult]) -> Table:
     """Return the arguments of each attack, a row each."""
     columns = ["attack", "on", "method", "norm", "eps>", "steps>", "step size>", "other arguments"]
     rows = [row for r in results if r.is_attack for row in _attack_rows(r.name, r.target, r.attack)]
+    caption = "The threat, and every argument of every attack"
     return table(caption, columns, rows, kind="fine")
 
 
