@@ -135,7 +135,8 @@ def mean_logits(logits: Tensor, weights: Tensor) -> Tensor:
     return _votes(expectation(weights, logits))
 
 
-# The rules by name; the first five as Liao et al. (2020) call them.
+# Rules in the tables of votes, named as in Liao et al. (2020). With one draw each predicts its
+# largest logit, which `top2_majority_as_released` does not where two classes tie.
 VOTING_RULES: dict[str, Rule] = {
     "RD": random_member,
     "MV": majority,

@@ -60,7 +60,7 @@ EVERY_IMAGE = Threat("linf", 1.0)  # of a corruption
 class Parser(LightningArgumentParser):
     """Parser that expands plug-ins and reports an error in one line."""
 
-    ignored: Collection[str] = ()  # keys of a saved config.yaml that its command alone takes
+    ignored: Collection[str] = ()  # keys of a saved config.yaml that another command has not
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, allow_abbrev=False, **options)
@@ -116,7 +116,7 @@ class RobustCLI(LightningCLI):
     model, data and trainer.
     """
 
-    in_place_of = ""  # Lightning's method of which this runs a command in the place
+    in_place_of = ""  # command of Lightning that a subclass replaces by its own, such as `test`
 
     def __init__(self, line: CommandLine | Sequence[str], run: bool = True) -> None:
         self.checkpoint_io = SafeCheckpointIO()
@@ -258,7 +258,7 @@ class RobustCLI(LightningCLI):
             self.before_predict()
             return
         if getattr(self.line.options, "over", "") == "eps":
-            return  # a sweep of radii
+            return  # a sweep of radii attacks at all of them
         # Attacks at another radius than that of the training.
         trained = trained_threat(self.model)
         threats = [attack.threat for attack in self._attacks().values()]

@@ -50,7 +50,7 @@ class RunOptions:
 
 
 OF_METHODS = ("ckpt_path", "verbose", "weights_only", "return_predictions")  # of `Trainer.test` …
-OF_RUN = {  # options of `fit`, `test` and others that have no dots
+OF_RUN = {  # options without a dot, of `fit`, `test` and other commands
     *("config", "print_config", "help", "seed_everything", OPTION.removeprefix("--")),
     *OF_METHODS,
     *(option.name for option in fields(RunOptions)),

@@ -76,7 +76,7 @@ def classes() -> set[str]:
 
 @cache
 def arguments() -> set[str]:
-    """Return the names of annotated arguments and fields, of any class."""
+    """Return the names before a colon in the sources: all arguments and fields, and some words."""
     return {*re.findall(r"\b([a-z]\w*): [\w\"]", _text())}
 
 

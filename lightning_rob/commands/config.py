@@ -20,10 +20,11 @@ OF_LIGHTNING = ("fit", "validate", "test", "predict")  # commands
 class CommandConfig:
     """Options of a command."""
 
-    usage: ClassVar[str]  # arguments in the first line of its page
-    positional: ClassVar[str] = "ckpt_path"  # of arguments without a name; "" for none
-    module: ClassVar[str] = ""  # of the command's package with `run`; "" for the package
-    reads_records: ClassVar[bool] = False  # its arguments, all of them; no torch
+    usage: ClassVar[str]  # arguments in the first line of `--help`
+    positional: ClassVar[str] = "ckpt_path"  # option that an argument without a name sets, if any
+    module: ClassVar[str] = ""  # module of the command's package that has `run`; "": the package
+    # Whether these are all arguments: no recipe is read, no model built, and no torch imported.
+    reads_records: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,7 @@ def rows(submissions: Sequence[Submission], norm: str) -> list[dict[str, Any]]:
 
 def check_row(row: dict[str, Any]) -> None:
     """Raise ValueError for a row with what is no share or no number."""
-    cells(row)
+    cells(row)  # raises where a cell cannot be written
     for key in (CLEAN, USUAL, "certified", "power", "resubmitted", "known_noise"):
         if row[key] is not None and not 0 <= row[key] <= 1:
             raise ValueError(f"{key} must be in [0, 1], got {row[key]}")

@@ -23,7 +23,7 @@ from lightning_rob.evaluation.records import Result
 from lightning_rob.evaluation.results import WORST
 from lightning_rob.metrics import mcnemar, paired_p
 
-FADING = 1.3  # the slower the shares of the level fall, the less is left for the first
+FADING = 1.3  # of the shares of the level, 1 / n^1.3; a smaller power takes more from the first
 SHARES = 3.94  # at least the sum of 1 / n^1.3 over all n
 MIN_IMAGES = 10  # fewer are too few to judge a drop
 ROBUST = rounded_down(0.5)  # score from which an image counts as robust, as in McNemar's test
@@ -125,7 +125,7 @@ def last_before(earlier: Sequence[CheckpointResults], position: float) -> Checkp
 def drops(
     current: CheckpointResults,
     previous: Sequence[CheckpointResults],
-    judged_before: int | None = None,  # None: all earlier ones but the first
+    judged_before: int | None = None,  # judgements of the history; None: by the previous alone
 ) -> list[Drop]:
     """Compare a checkpoint with the last and the best before it, if there are enough images."""
     earlier = [other for other in previous if other.position <= current.position]
@@ -139,7 +139,7 @@ def drops(
     # other.
     k, n = len(earlier), len(earlier) if judged_before is None else judged_before + 1
     factor = SHARES * n**FADING
-    # After a fall the alarm stays until a checkpoint recovers.
+    # A checkpoint that fell is no reference: the alarm stays until one recovers.
     last = next((other for other in reversed(earlier) if not other.fell), earlier[-1])
     best = max(earlier, key=lambda other: other.accuracies[WORST])
     found = [_drop("last", last, current, factor if k == 1 else 2 * factor)]

@@ -93,7 +93,7 @@ class History:
                 group = []
 
     def unreported(self) -> list[str]:
-        """Return the alarms since a monitor last ended, with an exit code that reported them."""
+        """Return the alarms since a monitor last ended: its exit code reported the earlier ones."""
         alarms: list[str] = []
         for line in self.events("evaluated", "broken", "ended"):
             alarms = [] if line["event"] == "ended" else [*alarms, *line["alarm"]]

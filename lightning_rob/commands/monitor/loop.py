@@ -247,7 +247,7 @@ class Watched:
     def evaluate(self, file: CheckpointFile) -> None:
         """Evaluate, judge and record a checkpoint; any exception of it is an event `broken`."""
         earlier = list(self.history.events("evaluated"))
-        # Counted over all suites: an alarm by a former suite ends with the next one without alarm.
+        # Over all suites, so that a model evaluated by a new suite counts as deployed later.
         position = len(earlier) if self.config.is_single else file.step
         facts = file.facts | {"suite": self.key, "position": position}
         self.folder.in_evaluation = file.identity

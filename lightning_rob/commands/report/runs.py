@@ -193,7 +193,7 @@ def read_run(folder: Path) -> Run:
         ]
     kinds: dict[Any, list[Fields]] = {}
     for fields in found:
-        if "variable" not in fields:
+        if "variable" not in fields:  # those are of a sweep
             kinds.setdefault(fields.get("kind"), []).append(fields)
     audit = _mapping(_text(folder / AUDIT), json.loads)
     is_audit = (audit.get("schema"), audit.get("kind")) == (SCHEMA, "audit")
