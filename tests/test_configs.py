@@ -389,6 +389,7 @@ def test_plugins_in_another_norm(tmp_path):
 
 MIX_INS = {  # mix-in -> a recipe that it changes
     "advrt": "rt_digits",
+    "advrt_paper": "advrt_cifar10",
     "barre": "bat_mnist_l2",
     "ddp": "bat_mnist_l2",
     "debug": "bat_mnist_l2",

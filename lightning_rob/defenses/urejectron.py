@@ -1,5 +1,6 @@
 """URejectron: reject images that a discriminator separates from training images."""
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Self
 
@@ -7,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from lightning_rob.defenses.base import Defense, Single
+from lightning_rob.defenses.network import network_logits
 from lightning_rob.defenses.transductive import SourceData, Transductive, progress_bar, shuffled
 from lightning_rob.nets import SmallCNN
 from lightning_rob.randomness import Generator
@@ -66,6 +69,13 @@ class URejectron(Transductive):
     def foldable_networks(self) -> list[nn.Module]:
         return [self.net]
 
+    @property
+    def adapted_model(self) -> Defense:
+        """Once adapted, the network and the discriminator as one, with rejection as its class 0."""
+        if self.trained_discriminator is None:
+            return self.base_model
+        return Single(_Rejecting(self.net, self.trained_discriminator, self.tau), self.rule, 0)
+
     def forward(self, x: Tensor, generator: Generator = None) -> Tensor:
         """Predict [B, C, H, W] -> [B, K]; zeros where x is rejected."""
         predictions = super().forward(x, generator)
@@ -104,3 +114,18 @@ class URejectron(Transductive):
                 optimizer.step()
         optimizer.zero_grad()
         return self.copy_with(trained_discriminator=net.eval().requires_grad_(False))
+
+
+class _Rejecting(nn.Module):
+    """Logits [B, 1 + K] of rejection and the K classes, of which an attack can follow both."""
+
+    def __init__(self, net: nn.Module, discriminator: nn.Module, tau: float) -> None:
+        super().__init__()
+        self.net, self.discriminator = net, discriminator
+        self.threshold = math.log((tau + 1e-9) / (1 - tau + 1e-9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits, scores = network_logits(self.net, x), self.discriminator(x)
+        # Above the largest logit exactly where the probability of a test image is above tau.
+        lead = scores[:, TEST] - scores[:, 1 - TEST] - self.threshold
+        return torch.cat([logits.amax(1, keepdim=True) + lead[:, None], logits], 1)
