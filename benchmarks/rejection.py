@@ -4,7 +4,8 @@
     OMP_WAIT_POLICY=PASSIVE python benchmarks/rejection.py --data Patches10 --eps 8/255
 
 A SmallCNN is trained on embedded images. In each setting x~ is the test images z, clean or
-brighter, and behind them the same images attacked; the attacks are on the classifier alone. A
+brighter, and behind them the same images attacked: on the classifier alone as in the paper, or by
+GMSA, which trains discriminators of its own and attacks them together with the classifier. A
 discriminator of training images against x~ is trained, with a new seed for each of --repeats. It
 rejects images whose probability of being a test image is above the threshold. The table has the
 mean at --tau, the figure all thresholds of the first repeat. The error is a share of all x~, as in
@@ -15,6 +16,7 @@ random.
 
 import argparse
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,7 +27,7 @@ from torch.nn.functional import cross_entropy
 from torchmetrics.functional.classification import binary_auroc
 from tqdm import tqdm
 
-from lightning_rob.attacks import CW, PGD, CommonCorruption, PartialBatchAttack
+from lightning_rob.attacks import CW, GMSA, PGD, CommonCorruption, PartialBatchAttack
 from lightning_rob.data import Digits5k, Patches10
 from lightning_rob.defenses import Single
 from lightning_rob.defenses.urejectron import URejectron
@@ -65,10 +67,12 @@ def trained(x, y, epochs):
 def attacks(options):
     threat = Threat("linf", options.eps)
     pgd = PGD(threat, steps=40, step_size=threat.eps / 8)
+    gmsa = GMSA(PartialBatchAttack(replace(pgd, random_start=False, keep_best=True)), rounds=5)
     cw = CW(Threat("l2", 100), 100, 0.01, options.binary_steps, initial_const=1.0)
     brighter = CommonCorruption(Brightness(options.severity))
     return {
         f"PGD, {pgd.threat}": PartialBatchAttack(pgd),
+        f"GMSA, {pgd.threat}": gmsa,
         "CW, l2": PartialBatchAttack(cw),
         f"brightness {options.severity}, PGD": PartialBatchAttack(pgd, natural=brighter),
     }
@@ -89,8 +93,9 @@ def shares(answers, y, z):
 def played(defense, attack, x, y, held_out, options):
     """Return the mean row of numbers of a round and the curves of the first repeat."""
     x, y = torch.cat([x, x]), torch.cat([y, y])
-    z, net = attack.is_clean(y), defense.base_model
-    x_adv = attack(net, x, y, torch.Generator().manual_seed(options.seed))
+    z, net = torch.arange(len(y)) < len(y) // 2, defense.base_model
+    target = defense if attack.rehearses else net
+    x_adv = attack(target, x, y, torch.Generator().manual_seed(options.seed))
     with torch.no_grad():
         answers = net(x_adv)
     wrong = 1 - answers.gather(1, y[:, None])[:, 0]

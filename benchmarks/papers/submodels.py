@@ -25,7 +25,7 @@ from lightning_rob.rules import VOTING_RULES
 from lightning_rob.transforms.pool import chosen
 
 COUNTS = (14, 28, 42, 56)  # irreversible sub-models
-BASE = "14r+14i"
+BASES = ("14r+14i", "reversible")
 ENSEMBLES = ("reversible", *(f"14r+{n}i" for n in COUNTS), *(f"{n}i" for n in COUNTS))
 BATCH = 100
 
@@ -73,21 +73,25 @@ def mean_scores(study, logits, rule, draws):
 
 def tell(study, logits, draws):
     """Print each composition's accuracy, and its difference from 14 of both kinds."""
-    print(f"| rule | sub-models | accuracy, % | minus {BASE} |\n|---|---|---|---|")
+    minus = " | ".join(f"minus {base}" for base in BASES)
+    print(f"| rule | sub-models | accuracy, % | {minus} |\n|---|---|---|---|---|")
     for name, rule in VOTING_RULES.items():
         scores = mean_scores(study, logits, rule, draws)
         for words, ours in scores.items():
-            gap = (ours - scores[BASE]).tolist()
-            low, high = student(gap)
-            cell = "" if words == BASE else f"{fmean(gap):+.1f} [{low:.1f}, {high:.1f}]"
-            print(f"| {name} | {words} | {ours.mean():.1f} | {cell} |")
+            cells = []
+            for base in BASES:
+                gap = (ours - scores[base]).tolist()
+                low, high = student(gap)
+                told = f"{fmean(gap):+.1f} [{low:.1f}, {high:.1f}]"
+                cells.append("" if words == base else told)
+            print(f"| {name} | {words} | {float(ours.mean()):.1f} | {' | '.join(cells)} |")
 
 
 def draw(study, votes, draws, path):
     """Draw the accuracy against the number of sub-models, a panel for each attack (Fig. 4)."""
     figure = blank(3.4 * len(votes), 3.2)
     panels = figure.subplots(1, len(votes), squeeze=False)[0]
-    kinds = {"14 reversible and": "14r+{}i", "without reversible": "{}i"}
+    kinds = {"with 14 reversible ones": "14r+{}i", "alone": "{}i"}
     for axes, (attack, logits) in zip(panels, votes.items(), strict=True):
         scores = mean_scores(study, logits, VOTING_RULES["MV"], draws)
         for color, (label, words) in zip(COLORS, kinds.items(), strict=False):
@@ -98,7 +102,7 @@ def draw(study, votes, draws, path):
         axes.set(title=attack, xlabel="irreversible sub-models", xticks=COUNTS)
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("accuracy of the majority vote, %")
-    panels[0].legend()
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
     save(figure, path)
 
 

@@ -1,5 +1,6 @@
 """URejectron: reject images that a discriminator separates from training images."""
 
+import copy
 import math
 from collections.abc import Callable, Iterable
 from typing import Self
@@ -16,6 +17,7 @@ from lightning_rob.randomness import Generator
 from lightning_rob.runtime.errors import at_least
 
 TEST = 1  # the discriminator's class of test images; that of training images is 0
+WEIGHT = 10  # of its logits beside the classifier's, for attacks
 
 
 class URejectron(Transductive):
@@ -60,6 +62,7 @@ class URejectron(Transductive):
         self.optimizer = optimizer
         self.source_size = source_size
         self.trained_discriminator: nn.Module | None = None
+        self.classes = 0  # K, known once it has adapted
 
     @property
     def abstains(self) -> bool:
@@ -71,10 +74,11 @@ class URejectron(Transductive):
 
     @property
     def adapted_model(self) -> Defense:
-        """Once adapted, the network and the discriminator as one, with rejection as its class 0."""
+        """Once adapted, network and discriminator as one network: rejection is its last class."""
         if self.trained_discriminator is None:
             return self.base_model
-        return Single(_Rejecting(self.net, self.trained_discriminator, self.tau), self.rule, 0)
+        net = _Rejecting(self.net, self.trained_discriminator, self.tau)
+        return Single(net, self.rule, rejects=self.classes)
 
     def forward(self, x: Tensor, generator: Generator = None) -> Tensor:
         """Predict [B, C, H, W] -> [B, K]; zeros where x is rejected."""
@@ -113,11 +117,14 @@ class URejectron(Transductive):
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
         optimizer.zero_grad()
-        return self.copy_with(trained_discriminator=net.eval().requires_grad_(False))
+        judge = net.eval().requires_grad_(False)
+        with torch.no_grad():
+            classes = copy.deepcopy(self.net).eval()(x[:1]).shape[1]
+        return self.copy_with(trained_discriminator=judge, classes=classes)
 
 
 class _Rejecting(nn.Module):
-    """Logits [B, 1 + K] of rejection and the K classes, of which an attack can follow both."""
+    """Logits [B, K + 1] of the K classes and of rejection: an attack can follow both."""
 
     def __init__(self, net: nn.Module, discriminator: nn.Module, tau: float) -> None:
         super().__init__()
@@ -126,6 +133,7 @@ class _Rejecting(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         logits, scores = network_logits(self.net, x), self.discriminator(x)
-        # Above the largest logit exactly where the probability of a test image is above tau.
-        lead = scores[:, TEST] - scores[:, 1 - TEST] - self.threshold
-        return torch.cat([logits.amax(1, keepdim=True) + lead[:, None], logits], 1)
+        # Above the largest logit exactly where the probability of a test image is above tau. An
+        # attack hardly follows a discriminator whose logits are small beside the classifier's.
+        lead = WEIGHT * (scores[:, TEST] - scores[:, 1 - TEST] - self.threshold)
+        return torch.cat([logits, logits.amax(1, keepdim=True) + lead[:, None]], 1)

@@ -122,6 +122,34 @@ def test_descent_by_hand(net):
     torch.testing.assert_close(start[1].weight, final.trained_discriminator[1].weight)
 
 
+# what an attacker sees
+
+
+@pytest.mark.parametrize("tau", [0.0, None, 1.0])
+def test_the_adapted_model_rejects_as_it_does(net, tau):
+    x, _ = blobs(False, 61)
+    tau = middling(net, x) if tau is None else tau
+    final = made(net, tau=tau).adapt(x, chance())
+    rejected = final(x).sum(1) == 0
+    seen = final.adapted_model(x)
+    assert torch.equal(seen.argmax(1) == 4, rejected)
+    assert torch.equal(seen[~rejected, :4].argmax(1), Single(net)(x)[~rejected].argmax(1))
+
+
+def test_an_attack_on_the_adapted_model_is_accepted_more_often(net):
+    """PGD on the classifier alone does not see what rejects its images."""
+    x, y = blobs(False, 60)
+    attack = PGD(Threat("linf", 32 / 255), 40, 4 / 255, random_start=False)
+    known = attack(Single(net), x, y, chance())
+    strict = float(made(net, epochs=20).adapt(known, chance()).scores(known).quantile(0.1))
+    final = made(net, epochs=20, tau=strict).adapt(known, chance())
+    fooled = []
+    for target in (Single(net), final.adapted_model):
+        answers = final(attack(target, x, y, chance()))
+        fooled.append(float(((answers.sum(1) > 0) & (answers.argmax(1) != y)).float().mean()))
+    assert fooled[1] > fooled[0] + 0.2
+
+
 # what it leaves alone
 
 
