@@ -99,6 +99,8 @@ class HighConfidence(AttackDecorator):
 
     def __post_init__(self) -> None:
         at_least(0, untargeted=self.untargeted, targeted=self.targeted)
+        if not (self.untargeted or self.targeted is None or self.targeted):
+            raise ValueError("untargeted or targeted must be at least 1: no run changes no image")
         if reduction_of(self.attack.objective) is None:
             raise ValueError(
                 "the objective must be a mean or a least over draws, such as expected_ce or "

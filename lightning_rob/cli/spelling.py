@@ -42,7 +42,9 @@ def check_class(name: str) -> None:
 def unknown_class(name: str) -> str:
     """Return the error for a class or plug-in that does not exist."""
     if "/" in name or name.endswith(".yaml"):
-        return f"there is no file {name}"
+        short = Path(name).stem
+        hint = f"; write {short} for the package's own" if short in plugins() else ""
+        return f"there is no file {name}{hint}"
     known, short = {*classes(), *plugins()}, name.rpartition(".")[2]
     if short in known and name in (short, f"lightning_rob.{short}"):
         return f"{short} is of another kind than what is wanted here"

@@ -50,6 +50,7 @@ NESTED = [  # deeper classes and arguments, which jsonargparse refuses
     ([*DEMO, "--model.attack=PDG"], "nothing here is called 'PDG', did you mean PDGD or PGD?"),
     ([*DEMO, "--model=ZooNet"], "ZooNet is of another kind than what is wanted here"),
     ([*DEMO, "--model.attack.help=PDG"], "nothing here is called 'PDG', did you mean PDGD or PGD?"),
+    ([*DEMO, "--trainer.callbacks+=gone/pgd.yaml"], "there is no file gone/pgd.yaml; write pgd"),
 ]
 RUN_ALL = """
 import contextlib, io, json, sys, time

@@ -49,7 +49,7 @@ def test_the_command_compares_attacks_and_checkpoints(tmp_path, capsys):
     run("compare", one, other)
     out = capsys.readouterr().out
     assert "-75.0" in out
-    assert "adjusted by Holm over 3 comparisons" in " ".join(out.split())
+    assert "two-sided, by Holm over 3" in " ".join(out.split())
     assert "They differ in the attack x: steps (3 and 2)" in " ".join(out.split())
     by_figure = {row[0]: row[-1] for row in cells(out)}
     assert by_figure["x"] == "0.75"  # 2 / 2**3, three times

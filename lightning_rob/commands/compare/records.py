@@ -171,7 +171,8 @@ def _common(one: ResultFile, other: ResultFile, config: CompareConfig) -> Iterat
 def _legend(found: Sequence[Comparison]) -> str:
     tests = " or ".join(dict.fromkeys(comparison.paired.test for comparison in found))
     legend = f"interval: {tests}, 95 %; p: two-sided"
-    legend += f", adjusted by Holm over {len(found)} comparisons" if len(found) > 1 else ""
+    if len(found) > 1:
+        legend = f"interval: {tests}, 95 % of each alone; p: two-sided, by Holm over {len(found)}"
     return f"{legend}; lost, won: images whose score fell, rose"
 
 

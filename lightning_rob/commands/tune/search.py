@@ -164,8 +164,9 @@ def write_outcome(study: Study, run: Run, folder: Path) -> None:
         raise ValueError(f"all {len(trials)} trials failed")
     recipe, dropped = space.pruned(replaced(run.recipe, best.values), best.values)
     table = Table(title="Best values", title_justify="left", title_style="bold")
-    for name in ("variable", "bounds", "untuned", "best"):
-        table.add_column(name, justify="left" if name == "variable" else "right")
+    table.add_column("variable", overflow="fold")  # the longest names, on a narrow terminal
+    for name in ("bounds", "untuned", "best"):
+        table.add_column(name, justify="right", no_wrap=True)
     for key, (low, high, *_) in space.variables.items():
         pruned = " (pruned)" if key.rpartition(".")[0].rpartition(".")[2] in dropped else ""
         values = f"{own[key]:.4g}", f"{best.values[key]:.4g}{pruned}"
