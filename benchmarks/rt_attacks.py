@@ -32,6 +32,7 @@ from lightning_rob.attacks import (
     aggmo,
     draw_gradients,
 )
+from lightning_rob.attacks.backward import entered
 from lightning_rob.cli.lightning_cli import RobustCLI
 from lightning_rob.commands.checkpoints import load_weights, read_checkpoint
 from lightning_rob.evaluation.protocol import evaluate_once, predictions
@@ -107,24 +108,32 @@ class Study(RobustCLI):
 
 
 def tell_spread(study, draws=20, repeats=5):
-    """Measure the spread of single draws' gradients, with an order per copy and with one for all.
+    """Measure the spread of single draws' gradients, by loss, order of the transforms, and trick.
 
     Means over images with half their 95 % t interval; each image's are means over the repeats.
     """
     columns = "variance | cosine | sign agreement | variance of non-zero entries"
     print(f"\n| {len(study.x)} images, {repeats} times {draws} draws | {columns} |")
     print("|---|---|---|---|---|")
-    for name, view in {"an order for each copy": None, "one for each image": SHARED}.items():
-        found = []
+    kinds = {
+        "cross-entropy, an order for each copy": (expected_ce, None),
+        "cross-entropy, one for each image": (expected_ce, SHARED),
+        "linear, an order for each copy": (linear, None),
+        "linear, one for each image": (linear, SHARED),
+        "linear, one, LinBP": (linear, (SHARED, LinBP())),
+        "linear, one, SGM": (linear, SGM_TOO),
+    }
+    for name, (loss, tricks) in kinds.items():
+        found, view = [], partial(entered, tricks)
         for x, y, index in study.batches():
             see = partial(draw_gradients, study.defense, x, y, draws)
-            drawn = (see(Streams.from_index(index, key), linear, view) for key in range(repeats))
+            drawn = (see(Streams.from_index(index, key), loss, view) for key in range(repeats))
             found.append(sum(torch.stack(gradient_spread(each)) for each in drawn) / repeats)
         cells = []
         for each in torch.cat(found, 1):
             low, high = student(each.tolist())
             cells.append(f"{float(each.mean()):.3f} ± {(high - low) / 2:.3f}")
-        print(f"| {name} | {' | '.join(cells)} |")
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 
 def recorded(path):
