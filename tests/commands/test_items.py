@@ -17,8 +17,8 @@ from lightning_rob.attacks import PGD
 from lightning_rob.cli.load import load_module
 from lightning_rob.commands import report as reports
 from lightning_rob.commands.monitor import folder
+from lightning_rob.commands.monitor.scores import ScoreFiles
 from lightning_rob.commands.report import report
-from lightning_rob.commands.scores import ScoreFiles
 from lightning_rob.evaluation.result_file import as_text, name_of
 from lightning_rob.modules import AdversarialTraining
 from lightning_rob.nets import weights

@@ -16,7 +16,7 @@ from lightning_rob.commands.monitor.history import (
     largest_blind,
     tag,
 )
-from lightning_rob.commands.scores import Scores
+from lightning_rob.commands.monitor.scores import Scores
 from lightning_rob.commands.thresholds import violations
 from lightning_rob.comparisons import rounded_down
 from lightning_rob.evaluation.records import Result

@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
-from lightning_rob.commands.scores import ScoreFiles
+from lightning_rob.commands.monitor.scores import ScoreFiles
 from lightning_rob.evaluation.records import with_schema
 from lightning_rob.runtime.files import append_whole
 

@@ -34,6 +34,7 @@ from lightning_rob.commands.monitor.history import (
 from lightning_rob.commands.monitor.notify import PATIENCE, Outbox
 from lightning_rob.commands.monitor.page import Snapshot, newest_group
 from lightning_rob.commands.monitor.publish import Publisher
+from lightning_rob.commands.monitor.scores import Scores
 from lightning_rob.commands.monitor.source import (
     Bucket,
     LocalFolder,
@@ -43,7 +44,6 @@ from lightning_rob.commands.monitor.source import (
     Unreachable,
 )
 from lightning_rob.commands.monitor.suite import Suite
-from lightning_rob.commands.scores import Scores
 from lightning_rob.commands.thresholds import violations
 from lightning_rob.evaluation.records import SESSION, Result
 from lightning_rob.runtime.errors import Fault, InputError, reason_of

@@ -8,7 +8,7 @@ from lightning_rob.callbacks import RobustEval
 from lightning_rob.callbacks.measurement import Measurement, measure
 from lightning_rob.callbacks.robust_eval import full_defense
 from lightning_rob.commands.base import Run, trained_threat, without_reporting
-from lightning_rob.commands.scores import Scores, scores_by_name
+from lightning_rob.commands.monitor.scores import Scores, scores_by_name
 from lightning_rob.evaluation.records import Result
 from lightning_rob.evaluation.results import WORST, worst_measurement, worst_over
 from lightning_rob.evaluation.suites import default_attacks, plug_in_for
