@@ -31,12 +31,18 @@ STAGES = {
     "Athena, 15 reversible": 15,
     "Athena, all 73": 73,
 }
+BART = """{BoxBlur: {size: 3}, FFT: {alpha: 0.95}, GaussianBlur: {sizes: [5], std: [0.1, 3.0]},
+  JPEG: {quality: [55, 95]}, MedianBlur: {size: [3, 5]}, GaussianNoise: {alpha: 0.05},
+  Pepper: {alpha: 0.01}, Salt: {alpha: 0.01}, PoissonNoise: {alpha: 0.01},
+  ColorPrecision: {steps: [8, 200]}, Swirl: {radius: [5, 14], strength: [0.01, 2]},
+  Crop: {sides: [0.6964, 1.0]}}"""  # of the paper's, for images of one channel
 DIGITS = {  # name -> paper, recipe and mix-ins, epochs (of each of the stages), options
     "Standard": ("", "madry_digits standard", 75, []),
     "Adversarial training": ("Madry et al. 2018", "madry_digits", 12, []),
     "TRADES": ("Zhang et al. 2019", "madry_digits trades", 10, []),
     "MART": ("Wang et al. 2020", "madry_digits", 10, ["--model.mart_beta=5"]),
     "AWP": ("Wu et al. 2020", "madry_digits", 10, ["--model.awp=0.005"]),
+    "Union of three norms": ("Tramer and Boneh 2019", "madry_digits union", 4, []),
     "Free": ("Shafahi et al. 2019", "madry_digits", 18, [
         "--model=FreeTraining", "--model.threat={norm: linf, eps: 0.1}", "--model.replays=4"]),
     "IAT of 3": ("Dbouk and Shanbhag 2022", "iat_digits", 5, [WIDE]),
@@ -47,7 +53,9 @@ DIGITS = {  # name -> paper, recipe and mix-ins, epochs (of each of the stages),
     "GAL of 3": ("Kariyappa and Qureshi 2019", "gal_digits", 16, [WIDE]),
     "TRS of 3": ("Yang et al. 2021", "trs_digits", 3, [WIDE]),
     "DVERGE of 3": ("Yang et al. 2020", "dverge_digits", 7, [WIDE]),
-    "RT": ("Raff et al. 2019; Sitawarin et al. 2022", "rt_digits", 36, []),
+    "BaRT": ("Raff et al. 2019", "rt_digits", 36, [
+        f"--model.defense.transforms={BART}", "--model.defense.size=5"]),
+    "RT": ("Sitawarin et al. 2022", "rt_digits", 36, []),
     "RT of noise": ("Sitawarin et al. 2022", "rt_digits group_noise", 36, []),
     "AdvRT": ("Sitawarin et al. 2022", "rt_digits advrt", 6, []),
     "Smoothing": ("Cohen et al. 2019", "smoothing_digits", 75, []),
