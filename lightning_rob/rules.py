@@ -7,7 +7,8 @@ is infinite.
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from functools import wraps
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -19,9 +20,18 @@ ROUNDING = 1e-5  # by which a sum of float32 probabilities may miss one
 
 
 def abstaining(rule: Declared) -> Declared:
-    """Declare, as a decorator, that a rule rejects an image by a row of zeros."""
-    rule.abstains = True  # type: ignore[attr-defined]
-    return rule
+    """Declare, as a decorator, that a rule rejects an image by a row of zeros.
+
+    An image without any finite logits gets a row of NaN: it is not rejected, but wrong.
+    """
+
+    @wraps(rule)
+    def declared(logits: Tensor, weights: Tensor) -> Tensor:
+        finite = logits.amax(-1).isfinite().any(0)
+        return rule(logits, weights).masked_fill(~finite[..., None], torch.nan)
+
+    declared.abstains = True  # type: ignore[attr-defined]
+    return cast(Declared, declared)
 
 
 def abstains(rule: Rule) -> bool:
@@ -34,13 +44,14 @@ def rejected_share(predictions: Tensor, rejects: int | None, abstained: bool) ->
 
     It is that of the class `rejects`, if there is one, and what a row lacks to one if `abstained`.
     """
-    known = predictions.nan_to_num(0.0, 0.0, 0.0)
+    finite = predictions.isfinite().all(-1)  # else it counts as wrong
+    known = predictions.where(finite[..., None], 0.0)
     share = torch.zeros_like(known[..., 0]) if rejects is None else known[..., rejects]
     if not abstained:
         return share
     # Without a rule that abstains such a row has logits that are not finite: it counts as wrong.
     missing = 1 - known.sum(-1)
-    return share + torch.where(missing > ROUNDING, missing, 0.0)
+    return share + torch.where(finite & (missing > ROUNDING), missing, 0.0)
 
 
 def expectation(weights: Tensor, values: Tensor) -> Tensor:

@@ -7,10 +7,12 @@ from hypothesis import strategies as st
 
 from lightning_rob.rules import (
     VOTING_RULES,
+    abstaining,
     majority,
     mean_logits,
     mean_probs,
     random_member,
+    rejected_share,
     top2_majority,
     top2_majority_as_released,
 )
@@ -152,6 +154,14 @@ def test_non_finite_draws_never_vote_for_class_0(bad):
         predicted = rule(logits, torch.full((3,), 1 / 3))
         assert predicted[0].sum() == 0
         assert predicted[1:].argmax(1).tolist() == [2, 2, 2]
+
+
+def test_a_rule_that_abstains_does_not_reject_what_is_not_finite():
+    rule = abstaining(lambda logits, weights: 0 * mean_probs(logits, weights))
+    logits = torch.zeros(2, 3, 4)
+    logits[:, 0], logits[0, 1] = NAN, NAN
+    rows = rule(logits, torch.full((2,), 0.5))
+    assert rejected_share(rows, None, True).tolist() == [0.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("rule", [mean_probs, mean_logits])

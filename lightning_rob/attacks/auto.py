@@ -181,7 +181,7 @@ class Auto(Attack):
         """Return PGD with a step size by which as many steps as fit lead across the ball."""
         steps = max((passes // networks - 2) // 2, 1)  # but those to find out classes and the best
         step_size = step_across(self.threat.eps, steps, 10)
-        return PGD(self.threat, 1, step_size, backward=surrogate_for(defense))
+        return PGD(self.threat, 1, step_size, backward=attack_gradients(defense))
 
     def _shares(
         self, kind: SuiteKind, defense: Defense, classes: int
@@ -216,6 +216,18 @@ def surrogate_for(defense: Defense) -> SurrogateTransforms | None:
     if not exact or all(transform.differentiable for transform in transforms):
         return None
     return SurrogateTransforms(shared_order=False, gradients="straight_through")
+
+
+def attack_gradients(defense: Defense) -> SurrogateTransforms | None:
+    """Return the backward pass of attacks: a transform's own gradient wherever it has one.
+
+    A defense may declare the identity for all of them, which hides its gradients.
+    """
+    for part in random_transforms_in(defense):
+        declared = part.gradients in ("identity", "bpda")
+        if declared and any(kind.differentiable for kind in part.transforms.values()):
+            return SurrogateTransforms(shared_order=False, gradients="straight_through")
+    return surrogate_for(defense)
 
 
 def step_across(eps: float, steps: int, fraction: int) -> float:

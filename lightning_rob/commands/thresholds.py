@@ -1,4 +1,4 @@
-"""Limits of figures: accuracies that must not fall below a value, and a share not above one."""
+"""Limits of figures: accuracies not below a value, `blind` and the number of findings not above."""
 
 import math
 from collections.abc import Mapping
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from lightning_rob.comparisons import rounded_down
 
 BLIND = "robust/blind"  # also as "blind": a share that must not rise above its value
+FINDINGS = "robust/findings"  # their number, likewise
 
 
 def parse_thresholds(text: str) -> dict[str, float]:
@@ -34,7 +35,10 @@ def violations(minima: Mapping[str, float], logged: Mapping[str, float], stage: 
         if key not in logged:
             known = sorted(k.removeprefix(f"{stage}/") for k in logged if k.startswith(stage))
             raise ValueError(f"no figure {name} was measured, only {', '.join(known) or 'none'}")
-        if key.endswith(BLIND):
+        if key.endswith(FINDINGS):
+            if logged[key] > minimum:
+                lines.append(f"{name} is {logged[key]:g}, above {minimum:g}")
+        elif key.endswith(BLIND):
             if not rounded_down(logged[key]) <= minimum:
                 lines.append(f"{name} is {logged[key]:.2%}, above {100 * minimum:g}%")
         elif not logged[key] >= rounded_down(minimum):  # NaN violates a threshold, too

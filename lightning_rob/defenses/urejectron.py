@@ -85,7 +85,10 @@ class URejectron(Transductive):
         predictions = super().forward(x, generator)
         if self.trained_discriminator is None:
             return predictions
-        return predictions * (self.scores(x) <= self.tau)[:, None]
+        accepted = (self.scores(x) <= self.tau)[:, None]
+        # Logits of the network that are not finite are no rejection.
+        lost = accepted & (predictions.sum(1, keepdim=True) <= 0)
+        return (predictions * accepted).masked_fill(lost, torch.nan)
 
     def scores(self, x: Tensor) -> Tensor:
         """Compute the probability [B] that images [B, C, H, W] are test images."""
@@ -119,7 +122,7 @@ class URejectron(Transductive):
         optimizer.zero_grad()
         judge = net.eval().requires_grad_(False)
         with torch.no_grad():
-            classes = copy.deepcopy(self.net).eval()(x[:1]).shape[1]
+            classes = network_logits(copy.deepcopy(self.net).eval(), x[:1]).shape[1]
         return self.copy_with(trained_discriminator=judge, classes=classes)
 
 
@@ -132,7 +135,7 @@ class _Rejecting(nn.Module):
         self.threshold = math.log((tau + 1e-9) / (1 - tau + 1e-9))
 
     def forward(self, x: Tensor) -> Tensor:
-        logits, scores = network_logits(self.net, x), self.discriminator(x)
+        logits, scores = (network_logits(net, x) for net in (self.net, self.discriminator))
         # Above the largest logit exactly where the probability of a test image is above tau. An
         # attack hardly follows a discriminator whose logits are small beside the classifier's.
         lead = WEIGHT * (scores[:, TEST] - scores[:, 1 - TEST] - self.threshold)

@@ -50,6 +50,7 @@ RESERVED = (
     *(CLEAN, WORST, KNOWN, "index", "label", "broken_by", "draws", "checksum"),
     *("blind", "findings"),
 )
+SLACK = 1e-3  # by which probabilities of half precision may miss one
 TRIED = 8  # images of each group that are predicted twice, to see whether predictions vary
 CHECKED = 16  # images of the first group on which the defense is checked
 KNOWING_STEPS = 20  # of PGD with known noise
@@ -446,10 +447,17 @@ def check_predictions(defense: Defense, predictions: Tensor, y: Tensor) -> None:
     check_labels(y, predictions.shape[-1])
     if defense.rejects is not None:
         check_none_rejected(y, defense.rejects)
+    name = getattr(defense.rule, "__name__", repr(defense.rule))
+    known = predictions.nan_to_num(0.0)
+    if bool((known < -SLACK).any()) or bool((known.sum(-1) > 1 + SLACK).any()):
+        low, high = float(known.min()), float(known.sum(-1).max())
+        raise ValueError(
+            f"the rule {name} must return probabilities that sum to one, got values from {low:.3g} "
+            f"and sums up to {high:.3g}"
+        )
     # A row of zeros of the package's rules stands for logits that are not finite.
-    known = getattr(defense.rule, "__module__", None) == mean_probs.__module__
-    if not (known or defense.abstains) and bool((predictions == 0).all(-1).any()):
-        name = getattr(defense.rule, "__name__", repr(defense.rule))
+    of_package = getattr(defense.rule, "__module__", None) == mean_probs.__module__
+    if not (of_package or defense.abstains) and bool((predictions == 0).all(-1).any()):
         raise ValueError(
             f"the rule {name} returns a row of zeros, as if it rejects an image: declare that it "
             "does by the decorator lightning_rob.rules.abstaining"

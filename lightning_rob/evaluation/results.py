@@ -389,7 +389,8 @@ def _check_name(name: str, names: Sequence[str]) -> None:
 def worst_over(results: Sequence[EvaluationResult], fooled: bool = False) -> Worst:
     """Return the scores under the strongest attack of several evaluations of one defense.
 
-    Evaluations by the protocol of the last one count: another protocol is another attacker.
+    Of a defense that adapts, evaluations by the protocol of the last one count: another protocol is
+    another attacker.
     """
     results = _by_last_protocol(results)
     return worst_case(
@@ -402,7 +403,7 @@ def worst_over(results: Sequence[EvaluationResult], fooled: bool = False) -> Wor
 
 def _by_last_protocol(results: Sequence[EvaluationResult]) -> list[EvaluationResult]:
     protocol = results[-1].details.get("protocol")
-    return [result for result in results if result.details.get("protocol") == protocol]
+    return [r for r in results if not r.joint or r.details.get("protocol") == protocol]
 
 
 def worst_measurement(results: Sequence[EvaluationResult], worst: Worst) -> Result:

@@ -25,6 +25,7 @@ from lightning_rob.attacks.auto import (
     AGGMO,
     DRAWS,
     SuiteKind,
+    attack_gradients,
     check_threat,
     step_across,
     suite_kind,
@@ -156,7 +157,7 @@ def suite_for(
         return AttackSuite(kind, "transfer", ("gmsa_avg",), own)
     # PGD climbs the loss that decides the prediction; a single network has but one.
     objective = ce_of_rule(defense.rule) if len(defense.weights) > 1 else expected_ce
-    pgd = replace(pgd, objective=objective, backward=surrogate_for(defense))
+    pgd = replace(pgd, objective=objective, backward=attack_gradients(defense))
     margin = margin_of_rule(defense.rule) if len(defense.weights) > 1 else linear
     long = step_across(threat.eps, 5 * steps, 10)
     variants = {  # which should all be about as strong
@@ -173,6 +174,8 @@ def suite_for(
         runs = APGD(threat, SHORT, objective, restarts=10)
         attacks["apgd"] = _on_differentiable(defense, runs)
     attacks["square"] = Square(threat, queries)
+    if attack_gradients(defense) != surrogate_for(defense):
+        attacks["declared"] = replace(pgd, backward=None)  # by the gradients that it declares
     adaptive = _adaptive_attacks(defense, kind, pgd)
     averaged = None if kind == "transformed" else replace(pgd, draws=DRAWS)
     return AttackSuite(kind, "pgd", tuple(adaptive), attacks | adaptive, averaged)
@@ -207,7 +210,7 @@ def _adaptive_attacks(defense: Defense, kind: SuiteKind, pgd: PGD) -> dict[str, 
     if kind == "random":
         view = None
         if random_transforms_in(defense):
-            view = replace(surrogate_for(defense) or SurrogateTransforms(), shared_order=True)
+            view = replace(attack_gradients(defense) or SurrogateTransforms(), shared_order=True)
         best = replace(pgd, draws=DRAWS, objective=linear, backward=view, momentum=AGGMO)
         step_size = step_across(threat.eps, 2 * steps, 10)
         return {"linear_aggmo": replace(best, steps=2 * steps, step_size=step_size)}

@@ -182,6 +182,23 @@ def test_a_check_passes_the_true_and_finds_what_is_cut_out_of_the_scores(board, 
     assert "Sees: severe findings of 20 images attacked again within linf: gradients_seen" in out
 
 
+def test_a_few_forged_images_of_a_fixed_network_are_found(board, tmp_path, capsys):
+    """Without noise the same images fall again: each is seen, not their mean alone."""
+    folder = tmp_path / "board"
+    shutil.copytree(board, folder)
+    path = folder / "BAT_1/scores.json"
+    scores = json.loads(path.read_text())
+    worst = scores["norms"]["linf"]["images"]["worst"]
+    fallen = [place for place, score in enumerate(worst) if score < 0.9]
+    for place in fallen[: max(5, len(worst) // 8)]:
+        worst[place] = 1.0
+    path.write_text(json.dumps(scores))
+    told(folder, f"--check={len(worst)}")
+    out = capsys.readouterr().out
+    assert f"BAT_1: worst of {len(worst)} images attacked again" in out
+    assert "BAT_0: worst of" not in out
+
+
 def test_each_check_chooses_other_images(monkeypatch):
     """The default stream of torch begins alike in each process: one who knows it may forge."""
     seen = []

@@ -16,6 +16,9 @@ def test_thresholds():
     assert violations({"acc": 0.9}, figures, "test") == ["acc is 80.00%, below 90%"]
     assert violations({"test/acc": 0.9}, figures, "test") != []
     assert violations({"acc": 0.1}, {"test/acc": math.nan}, "test") != []
+    found = {"test/robust/findings": 1.0, "test/robust/blind": 0.1}
+    (line,) = violations({"robust/findings": 0.0, "blind": 0.2}, found, "test")
+    assert line == "robust/findings is 1, above 0"
     with pytest.raises(ValueError, match="no figure robust/arc was measured, only acc, robust/w"):
         violations({"robust/arc": 0.1}, figures, "test")
 

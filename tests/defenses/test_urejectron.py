@@ -13,6 +13,7 @@ from torchmetrics.functional.classification import binary_auroc
 from lightning_rob.attacks import CW, PGD
 from lightning_rob.defenses import Single
 from lightning_rob.defenses.urejectron import URejectron
+from lightning_rob.rules import rejected_share
 from lightning_rob.threat import Threat
 from tests import tiny
 from tests.attacks.common import seeded as chance
@@ -148,6 +149,30 @@ def test_an_attack_on_the_adapted_model_is_accepted_more_often(net):
         answers = final(attack(target, x, y, chance()))
         fooled.append(float(((answers.sum(1) > 0) & (answers.argmax(1) != y)).float().mean()))
     assert fooled[1] > fooled[0] + 0.2
+
+
+class Broken(nn.Module):
+    """NaN on every second image."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        even = torch.arange(len(x)) % 2 == 0
+        return self.net(x).masked_fill(even[:, None], torch.nan)
+
+
+def test_logits_that_are_not_finite_are_no_rejection(net):
+    x, _ = blobs(False, 40)
+    answers = made(Broken(net), tau=1.0).adapt(x, chance())(x)
+    assert rejected_share(answers, None, True).sum() == 0
+    assert answers[::2].isnan().all() and answers[1::2].sum(1).eq(1).all()
+
+
+def test_networks_of_other_precision(net):
+    x, _ = blobs(False, 20)
+    assert made(net.double()).adapt(x, chance()).adapted_model(x).shape == (20, 5)
 
 
 # what it leaves alone

@@ -179,14 +179,22 @@ def test_resubmission_of_a_random_defense_is_unbiased():
 
 
 def test_the_worst_case_is_over_the_evaluations_by_the_last_protocol():
-    """Each protocol is another attacker: a `worst` over several would be nobody's."""
-    found = []
+    """Of a defense that adapts, each protocol is another attacker; to others it makes no odds."""
+    found, still = [], []
     for protocol, score in (("sees its state", 0.1), ("rehearses", 0.6), ("rehearses", 0.4)):
         rows = PerImageRows(torch.arange(5), None, torch.full((5, 1, 1), score), None, None, None)
-        found.append(EvaluationResult({}, rows, details={"protocol": protocol}))
+        found.append(EvaluationResult({}, rows, joint=True, details={"protocol": protocol}))
+        still.append(EvaluationResult({}, rows, details={"protocol": protocol}))
+    assert float(worst_over(still).scores.mean()) == pytest.approx(0.1)
     worst = worst_over(found)
     assert float(worst.scores.mean()) == pytest.approx(0.4)
     assert worst_measurement(found, worst).accuracy == pytest.approx(0.4)
+
+
+def test_a_rule_must_return_probabilities():
+    for rule in (lambda logits, _: logits.mean(0), lambda logits, _: logits.softmax(-1).sum(0) * 2):
+        with pytest.raises(ValueError, match="must return probabilities that sum to one"):
+            evaluate(Single(net(0), rule), ATTACKS, DataLoader(data(), 50), progress=False)
 
 
 def test_distances_of_one_run_are_the_accuracies_of_all_radii():

@@ -19,7 +19,7 @@ from lightning_rob.evaluation.suites import default_attacks, suite_for
 from lightning_rob.nets import SmallCNN
 from lightning_rob.rules import mean_logits
 from lightning_rob.threat import Threat
-from lightning_rob.transforms import GaussianNoise, UniformNoise
+from lightning_rob.transforms import GaussianNoise, HorizontalFlip, UniformNoise
 from tests.attacks.common import images, streams, trained_net
 from tests.counting import Counting, Shared
 from tests.tiny import ROOT, TinyNet
@@ -169,3 +169,21 @@ def test_auto_says_what_to_use_where_no_member_has_a_gradient():
     defense = TransformEnsemble([trained_net(1)] * 2, ["quantize_4_colors", "quantize_8_colors"])
     with pytest.raises(TypeError, match=r"no member has a gradient, of quantize.*or Square"):
         Auto(THREAT, 100)(defense, *images(2))
+
+
+def test_gradients_that_a_defense_hides_are_taken_from_its_transforms():
+    """Noise declared as the identity has the same slope; a flip declared so has another."""
+    net, kinds = TinyNet(), [HorizontalFlip(p=1.0), GaussianNoise(alpha=0.1)]
+    exact, hiding = (
+        RandomTransforms(net, kinds, 2, 4, gradients=how) for how in ("exact", "identity")
+    )
+    suites = [suite_for(one, Threat("linf", 0.1)) for one in (exact, hiding)]
+    x, y = images(6, channels=3, side=8)
+    found = [
+        suite.attacks["pgd"](one, x, y, streams(x))
+        for suite, one in zip(suites, (exact, hiding), strict=True)
+    ]
+    assert torch.equal(*found)
+    assert "declared" in suites[1].attacks and "declared" not in suites[0].attacks
+    declared = suites[1].attacks["declared"](hiding, x, y, streams(x))
+    assert not torch.equal(declared, found[1])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from scipy.stats import binom
 from torch import Tensor
 
 from lightning_rob.attacks import Attack, Auto
@@ -28,6 +29,8 @@ from lightning_rob.threat import Threat
 
 SCORES = "scores.json"
 CLEAN, USUAL, ADAPTS = "clean", "usual", "auto"
+ROUNDED = 0.02  # of the images: another processor may predict otherwise without noise
+TIE = 1e-6
 DIFFERS = 0.01  # p below which scores of the same images are not the same defense's
 SUBMISSIONS = 10  # of one image, by an attacker who needs one wrong prediction
 TIMED = 32  # images of a prediction whose time is taken
@@ -199,9 +202,15 @@ class Submission:
         self._refuse_severe(f"of {len(order)} images attacked again within {threat.norm}", found)
         for name in (CLEAN, WORST):
             before = torch.tensor(own["images"][name])[order].double()
-            compared = paired(before, result.per_image(name).double())
-            higher = name == CLEAN or compared.difference < 0  # a luckier attack is no fraud
-            if higher and compared.p < DIFFERS:
+            now = result.per_image(name).double()
+            lost, any_way = before > now + TIE, (before - now).abs() > TIE
+            differ = any_way if name == CLEAN else lost  # a luckier attack is no fraud
+            if result.random or result.joint:
+                p = paired(before, now).p if name == CLEAN or before.mean() > now.mean() else 1.0
+            else:
+                # The same images fall again, but for the rounding of another processor.
+                p = float(binom.sf(int(differ.sum()) - 1, len(order), ROUNDED))
+            if p < DIFFERS:
                 accuracy = f"{before.mean():.1%} of the scores for {result.accuracy(name):.1%}"
                 self.reasons.append(f"{name} of {len(order)} images attacked again: {accuracy}")
 
