@@ -15,7 +15,7 @@ def bits(text):
     return torch.tensor([float(c) for c in text])
 
 
-def record(path, scores, labels=None, brightness=0.0):
+def record(path, scores, labels=None, brightness=0.0, findings=()):
     results = PerImageResults(tuple(scores), 1)
     count = len(scores["clean"])
     zeros = torch.zeros(count)
@@ -26,6 +26,7 @@ def record(path, scores, labels=None, brightness=0.0):
     results.add_batch(images, y, torch.arange(count), outcomes)
     attack = {"class_path": "lightning_rob.PGD", "init_args": {"steps": len(scores)}}
     card = {"attacks": {name: {"attack": attack} for name in list(scores)[1:]}}
+    card |= {"findings": list(findings)} if findings else {}
     worst = torch.stack(list(scores.values()), 1).amin(1)
     write_result_file(path, results.names, results.rows(), 1, card, worst)
     return path
@@ -150,3 +151,16 @@ def test_of_a_folder_its_records_are_named(tmp_path, capsys):
         record(tmp_path / f"run/images/{name}.csv", {"clean": bits("11"), "x": bits("10")})
     error = refused(capsys, "compare", tmp_path / "run")
     assert f"a record in it, {tmp_path}/run/images/test-x.csv or " in error
+
+
+def test_the_gate_refuses_a_record_whose_accuracies_hide_a_fall(tmp_path, capsys):
+    scores = {"clean": bits("1" * 20), "x": bits("10" * 10)}
+    slope = {"severity": "severe", "name": "slope", "text": "cut off"}
+    one = record(tmp_path / "a.csv", scores)
+    other = record(tmp_path / "b.csv", scores, findings=[slope])
+    gate = ("--fail_if_worse", "0.02")
+    assert "b.csv has severe findings, slope" in refused(capsys, "compare", one, other, *gate)
+    run("compare", one, other)
+    out = " ".join(capsys.readouterr().out.split())
+    assert "Do not trust" in out and "severe findings, slope" in out
+    run("compare", other, other, *gate)  # both have them

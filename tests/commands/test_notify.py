@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from lightning_rob.commands.monitor import notify
+from lightning_rob.commands.monitor.display import Display
 from lightning_rob.commands.monitor.history import History
 from lightning_rob.commands.monitor.notify import Outbox
 from lightning_rob.commands.monitor.urls import AUTHORIZATION, check_destinations, receiver_name
@@ -272,3 +273,12 @@ def test_only_a_checkpoint_that_is_not_older_ends_an_alarm(receiver, history):
     assert not history.alarm()
     notifier.close(10)
     assert [post["kind"] for post in receiver.posts] == ["alarm", "alarm", "recovery"]
+
+
+def test_a_severe_finding_is_said_beside_the_row(capsys):
+    worst, event = evaluation()
+    found = [{"severity": "severe", "name": "slope", "text": "The gradient is cut off."}]
+    clean = worst | {"name": "clean", "findings": found}
+    Display("a: ").show([clean, worst | {"findings": found}, event | {"epoch": 0}])
+    line = "lightning-rob: do not trust a: 1.ckpt: slope: The gradient is cut off."
+    assert capsys.readouterr().err.splitlines() == [line]

@@ -113,6 +113,11 @@ def _check_gate(one: ResultFile, other: ResultFile, config: CompareConfig) -> No
         raise ValueError(
             f"--fail_if_worse needs {MIN_IMAGES} images, {one.path} has {len(one.index)}"
         )
+    if hidden := _severe(other) - _severe(one):
+        raise ValueError(
+            f"{other.path} has severe findings, {', '.join(sorted(hidden))}: its accuracies may be "
+            "too high to see a fall; its card, the .json beside it, says what to do"
+        )
     # A fall is one of the checkpoint only if all else is equal; pairs are the user's decision.
     different = [name for name in SETTINGS if one.card.get(name) != other.card.get(name)]
     if not config.pairs:
@@ -131,9 +136,18 @@ def _check_gate(one: ResultFile, other: ResultFile, config: CompareConfig) -> No
         )
 
 
+def _severe(record: ResultFile) -> set[str]:
+    """Return the names of the findings that an accuracy must not be trusted with."""
+    found = record.card.get("findings", ())
+    return {one["name"] for one in found if one["severity"] == "severe"}
+
+
 def _other_differences(records: Sequence[ResultFile], config: CompareConfig) -> Iterator[str]:
     """Yield what else distinguishes two records, beside their checkpoints."""
     cards = [record.card for record in records]
+    for record in records:
+        if found := sorted(_severe(record)):
+            yield f"Do not trust {record.path}: severe findings, {', '.join(found)}"
     for name in CONDITIONS:
         values = [card.get(name) for card in cards]
         if any(value != values[0] for value in values):

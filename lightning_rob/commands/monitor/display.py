@@ -30,6 +30,10 @@ class Display:
                 self._row({line["name"]: line for line in results}, event)
         elif event["event"] == "missed":
             warn(f"missed: {self.prefix}{event['checkpoint']} went before it could be evaluated")
+        findings = {one["name"]: one for line in results for one in line.get("findings", ())}
+        for name, one in findings.items():
+            if one["severity"] == "severe":  # else a rise would look like a success
+                warn(f"do not trust {self.prefix}{event['checkpoint']}: {name}: {one['text']}")
         for alarm in event.get("alarm", ()):
             of = f"{event['checkpoint']}: " if event.get("checkpoint") else ""
             warn(f"alarm: {self.prefix}{of}{alarm}")
