@@ -34,7 +34,7 @@ TIE = 1e-6
 DIFFERS = 0.01  # p below which scores of the same images are not the same defense's
 SUBMISSIONS = 10  # of one image, by an attacker who needs one wrong prediction
 TIMED = 32  # images of a prediction whose time is taken
-RUNS = 7
+RUNS = 30  # of a prediction, the fastest counts: a busy machine makes most of a few runs slow
 Scores = dict[str, Any]
 Batches = list[tuple[Tensor, Tensor, Tensor]]  # x, y and index
 
