@@ -60,7 +60,7 @@ EVERY_IMAGE = Threat("linf", 1.0)  # of a corruption
 class Parser(LightningArgumentParser):
     """Parser that expands plug-ins and reports an error in one line."""
 
-    ignored: Collection[str] = ()  # keys of a saved config.yaml that another command has not
+    ignored: Collection[str] = ()  # keys of a saved config.yaml that this command does not have
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, allow_abbrev=False, **options)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rob.attacks import PGD, Attack, InsideBounds, NoAttack, WithBackward
-from lightning_rob.attacks.auto import step_across, surrogate_for
+from lightning_rob.attacks.auto import attack_gradients, step_across
 from lightning_rob.attacks.backward import Backward
 from lightning_rob.attacks.base import HAIR, check_images
 from lightning_rob.attacks.execution import check_none_rejected
@@ -318,7 +318,7 @@ class Evaluator:
                 step_size,
                 ce_of_rule(part.rule),
                 keep_best=True,
-                backward=surrogate_for(part),
+                backward=attack_gradients(part),
             )
             attack = attack if self.inside is None else WithBackward(attack, self.inside)
             noise = Streams.from_index(index, *private, PREDICT)

@@ -94,7 +94,8 @@ def default_attacks(defense: Defense, threat: Threat) -> dict[str, Attack]:
             "it, such as --suite callbacks/gmsa_avg.yaml"
         )
     steps, draws = 20, DRAWS if defense.resamples else None
-    pgd = PGD(threat, steps, threat.eps / 4, draws=draws, random_start=False)
+    view = attack_gradients(defense)
+    pgd = PGD(threat, steps, threat.eps / 4, draws=draws, backward=view, random_start=False)
     attacks: dict[str, Attack] = {
         "adaptive_pgd": pgd,
         "adaptive_pgd_logits": replace(pgd, objective=ce_of_mean_logits),

@@ -185,5 +185,7 @@ def test_gradients_that_a_defense_hides_are_taken_from_its_transforms():
     ]
     assert torch.equal(*found)
     assert "declared" in suites[1].attacks and "declared" not in suites[0].attacks
+    own = default_attacks(hiding, Threat("linf", 0.1))["adaptive_pgd"]  # of the monitor
+    assert own.backward == suites[1].attacks["pgd"].backward is not None
     declared = suites[1].attacks["declared"](hiding, x, y, streams(x))
     assert not torch.equal(declared, found[1])
