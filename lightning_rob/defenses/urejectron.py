@@ -131,7 +131,7 @@ class _Rejecting(nn.Module):
 
     def __init__(self, net: nn.Module, discriminator: nn.Module, tau: float) -> None:
         super().__init__()
-        self.net, self.discriminator = net, discriminator
+        self.net, self.discriminator, self.tau = net, discriminator, tau
         self.threshold = math.log((tau + 1e-9) / (1 - tau + 1e-9))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -139,4 +139,7 @@ class _Rejecting(nn.Module):
         # Above the largest logit exactly where the probability of a test image is above tau. An
         # attack hardly follows a discriminator whose logits are small beside the classifier's.
         lead = WEIGHT * (scores[:, TEST] - scores[:, 1 - TEST] - self.threshold)
+        # A score that is the threshold, as after a calibration, rounds to either side of it.
+        rejected = scores.softmax(1)[:, TEST] > self.tau
+        lead = torch.where(rejected, lead.clamp(min=1e-3), lead.clamp(max=0))
         return torch.cat([logits, logits.amax(1, keepdim=True) + lead[:, None]], 1)

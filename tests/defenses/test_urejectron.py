@@ -137,6 +137,13 @@ def test_the_adapted_model_rejects_as_it_does(net, tau):
     assert torch.equal(seen[~rejected, :4].argmax(1), Single(net)(x)[~rejected].argmax(1))
 
 
+def test_the_adapted_model_accepts_a_score_that_is_the_threshold(net):
+    x, _ = blobs(False, 61)
+    for tau in made(net).adapt(x, chance()).scores(x).tolist():
+        final = made(net, tau=tau).adapt(x, chance())
+        assert torch.equal(final.adapted_model(x).argmax(1) == 4, final(x).sum(1) == 0)
+
+
 def test_an_attack_on_the_adapted_model_is_accepted_more_often(net):
     """PGD on the classifier alone does not see what rejects its images."""
     x, y = blobs(False, 60)
