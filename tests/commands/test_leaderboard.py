@@ -84,6 +84,51 @@ def test_the_table(board, capsys):
     assert "Without a rank" in page and "<script>" in page
 
 
+def test_a_submission_is_ranked_beside_a_published_leaderboard(board, tmp_path, capsys):
+    """By its scores alone: the others' models are elsewhere."""
+    whole = told(board)
+    shutil.copytree(board, tmp_path / "theirs", ignore=shutil.ignore_patterns("BAT_1"))
+    told(tmp_path / "theirs")
+    mine, theirs = tmp_path / "mine", tmp_path / "theirs/leaderboard.json"
+    for name in ("BAT_1", "Smoothed"):
+        shutil.copytree(board / name, mine / name)
+    capsys.readouterr()
+    content = told(mine, f"--beside={theirs}")
+    assert content["norms"] == whole["norms"]
+    assert "Smoothed with the seed of Smoothed" in capsys.readouterr().out
+    assert {one["folder"] for one in content["submissions"]} == {"BAT_0", "BAT_1", "Smoothed"}
+    again = told(mine, f"--beside={mine / 'leaderboard.json'}")  # with those that it has itself
+    assert again["norms"] == whole["norms"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda c: c.pop("submissions"), "is no leaderboard.json with the scores"),
+        (lambda c: c["submissions"][0].pop("about"), "KeyError: 'about'"),
+        (lambda c: c["protocol"].pop("radii"), "missing 1 required positional argument: 'radii'"),
+    ],
+)
+def test_another_file_beside_is_one_line(change, said, board, tmp_path, capsys):
+    content = told(board)
+    change(content)
+    (tmp_path / "theirs.json").write_text(json.dumps(content))
+    shutil.copytree(board / "BAT_1", tmp_path / "mine/BAT_1")
+    args = ("--allow-import=tests", f"--beside={tmp_path / 'theirs.json'}")
+    assert said in refused(capsys, "leaderboard", tmp_path / "mine", *args)
+
+
+def test_published_scores_of_another_protocol_have_no_rank(board, tmp_path, capsys):
+    content = told(board)
+    content["protocol"]["passes"] = 7
+    (tmp_path / "theirs.json").write_text(json.dumps(content))
+    shutil.copytree(board / "BAT_1", tmp_path / "mine/BAT_1")
+    shutil.copy(board / "protocol.yaml", tmp_path / "mine")
+    found = told(tmp_path / "mine", f"--beside={tmp_path / 'theirs.json'}")
+    assert [one["folder"] for one in found["submissions"]] == ["BAT_1"]
+    assert "Smoothed: another protocol: passes is 7, not 60" in capsys.readouterr().out
+
+
 def test_planted_submissions_have_no_rank(board, tmp_path, capsys):
     folder = tmp_path / "board"
     shutil.copytree(board, folder)

@@ -18,6 +18,8 @@ class LeaderboardConfig(SpreadConfig):
 
       lightning-rob leaderboard boards/digits --evaluate     scores what has no scores yet
       lightning-rob leaderboard boards/digits --check 50     attacks 50 images of each again
+      lightning-rob leaderboard mine --evaluate --beside leaderboard_digits.json
+                        ranks the defenses of `mine` among those of a published leaderboard
 
     Each submission is checked: the protocol of its scores, the fingerprint of its weights,
     severe findings. One that fails gets no rank, with the reason. Writes leaderboard.md,
@@ -27,6 +29,8 @@ class LeaderboardConfig(SpreadConfig):
         folder: the leaderboard
         evaluate: attack the submissions without scores, and write their scores.json
         check: attack this many images of each submission again, and compare
+        beside: the leaderboard.json of a leaderboard under the same protocol, whose scores are
+            ranked too, without their models; a folder without protocol.yaml takes its protocol
         workers: processes on this machine that share the submissions
         ray: workers of a Ray cluster that share them: RAY_ADDRESS, or this machine
         part: i/n, the submissions of this process alone, such as 3/8 in an array of jobs
@@ -39,6 +43,7 @@ class LeaderboardConfig(SpreadConfig):
     folder: Path | None = None
     evaluate: bool = False
     check: int = 0
+    beside: Path | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -74,9 +74,11 @@ def run(
 ) -> None:
     """Write the leaderboard of a folder, after its submissions are scored and checked."""
     folder = Path(str(config.folder))
-    protocol = read_protocol(folder)
-    found = [Submission.read(path.parent) for path in sorted(folder.glob("*/submission.yaml"))]
-    if not found:
+    protocol = read_protocol(folder, config.beside)
+    own = [Submission.read(path.parent) for path in sorted(folder.glob("*/submission.yaml"))]
+    # Before the own ones: a copy of what is published gets no rank.
+    found = [*(Submission.read_published(config.beside) if config.beside else ()), *own]
+    if not own:
         raise InputError(f"{folder} has no folder with a submission.yaml")
     data = build(protocol.data)
     data.prepare_data()
@@ -89,15 +91,20 @@ def run(
     batches = some_of(
         batches, index[torch.randperm(len(index), generator=noise)[: protocol.images]]
     )
+    chosen = torch.cat([index for _, _, index in batches]).tolist()
     # Its scores are recorded one by one: a run that is killed goes on with the next submission.
     for one in config.own([one for one in found if not one.reasons]):
         try:
-            defense = load(one.model)
-            give_source(defense, data.labelled)
-            if config.evaluate and not one.scores:
-                print(visible(f"{one.folder.name}: attacking"), flush=True)
-                one.evaluate(protocol, defense, batches)
-            one.check(protocol, defense, batches, config.check)
+            defense = None if one.published else load(one.model)
+            if defense:
+                give_source(defense, data.labelled)
+                if config.evaluate and not one.scores:
+                    print(visible(f"{one.folder.name}: attacking"), flush=True)
+                    one.evaluate(protocol, defense, batches)
+            # The scores are the submitter's: what needs no attack comes before some are repeated.
+            one.check_scores(protocol, chosen)
+            if defense:
+                one.check(protocol, defense, batches, config.check)
             for norm in protocol.radii if not one.reasons else ():
                 check_row(*rows([one], norm))
         except Exception as error:  # one submission never stops the others
@@ -115,8 +122,9 @@ def run(
     atomic_write_text(folder / "leaderboard.md", markdown(blocks) + "\n")
     text = whole.render(title=protocol.title, sections=[html(blocks)])
     atomic_write_text(folder / "leaderboard.html", text)
-    content = {"protocol": asdict(protocol), "norms": ranked}
-    atomic_write_text(folder / "leaderboard.json", json.dumps(content, indent=1) + "\n")
+    scores = [one.publish() for one in found if not one.reasons]
+    content = {"protocol": asdict(protocol), "norms": ranked, "submissions": scores}
+    atomic_write_text(folder / "leaderboard.json", json.dumps(content) + "\n")
     for norm, entries in ranked.items():
         print(f"Within {norm}: rank, worst accuracy in per cent and its 95 % interval")
         for row in entries:

@@ -83,6 +83,7 @@ class Submission:
     # Not of its file, which is the submitter's.
     scores: Scores = field(default_factory=dict, init=False)
     reasons: list[str] = field(default_factory=list, init=False)  # why it has no rank
+    published: bool = field(default=False, init=False)  # of another leaderboard, without a model
 
     def __post_init__(self) -> None:
         for key, kind in (("name", str), ("paper", str), ("seed", int)):
@@ -103,6 +104,30 @@ class Submission:
         except (InputError, ValueError, TypeError, OSError, RecursionError) as error:
             found.reasons.append(visible(str(error)))
         return found
+
+    @classmethod
+    def read_published(cls, path: Path) -> list["Submission"]:
+        """Return the submissions whose scores are in a leaderboard.json."""
+        found = []
+        content = read_published(path)
+        try:
+            for entry in content["submissions"]:
+                one = cls(path.parent / entry["folder"], **entry["about"])
+                one.scores = {"protocol": content["protocol"], **entry["scores"]}
+                one.published = True
+                found.append(one)
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(f"{path}: {type(error).__name__}: {error}") from error
+        return found
+
+    def publish(self) -> dict[str, Any]:
+        """Return what a leaderboard.json holds of a ranked submission."""
+        about = {key: getattr(self, key) for key in ("name", "paper", "seed", "training")}
+        scores = {key: value for key, value in self.scores.items() if key != "protocol"}
+        scores["norms"] = {norm: dict(part) for norm, part in scores["norms"].items()}
+        for part in scores["norms"].values():
+            part["images"] = {name: part["images"][name] for name in (CLEAN, USUAL, WORST)}
+        return {"folder": self.folder.name, "about": about, "scores": scores}
 
     @property
     def model(self) -> Path:
@@ -146,12 +171,11 @@ class Submission:
             found["known_noise"] = result.known_noise.accuracy
         return found
 
-    def check(self, protocol: Protocol, defense: Defense, batches: Batches, images: int) -> None:
-        """Find what speaks against a rank; attack some images again if any are asked for."""
+    def check_scores(self, protocol: Protocol, index: Sequence[int]) -> None:
+        """Find what speaks against a rank in the scores alone."""
         if not self.scores:
             self.reasons.append("no scores: --evaluate attacks it")
             return
-        # The scores are the submitter's: what needs no attack is compared before some are repeated.
         own = self.scores.get("protocol", {})
         for key, wanted in asdict(protocol).items():
             if own.get(key) != wanted:
@@ -160,7 +184,6 @@ class Submission:
             self.reasons.append(
                 f"training cost: {self.training} passes of an image, at most {protocol.training:g}"
             )
-        index = torch.cat([index for _, _, index in batches]).tolist()
         for norm in protocol.radii:
             found = self.scores["norms"][norm]
             self._refuse_severe(f"within {norm}", found["findings"])
@@ -172,6 +195,11 @@ class Submission:
                     self.reasons.append(
                         f"{name} within {norm} must be {len(index)} numbers in [0, 1]"
                     )
+
+    def check(self, protocol: Protocol, defense: Defense, batches: Batches, images: int) -> None:
+        """Find whether the scores are of this model; attack some images again if asked for."""
+        if not self.scores:
+            return
         if self.scores.get("weights") != fingerprint(defense):
             self.reasons.append("other weights: the scores are not of this model")
         elif images and not self.reasons:
@@ -271,13 +299,27 @@ def relative_time(defense: Defense, x: Tensor) -> float:
     return min(whole) / min(one)  # the fastest: other work only makes a run longer
 
 
-def read_protocol(folder: Path) -> Protocol:
-    """Return the protocol of a leaderboard."""
+def read_protocol(folder: Path, beside: Path | None = None) -> Protocol:
+    """Return the protocol of a leaderboard, or of the published one where it has none."""
     path = folder / "protocol.yaml"
     try:
+        if beside is not None and not path.is_file():
+            path = beside
+            return Protocol(**read_published(beside)["protocol"])
         return Protocol(**_content(path))
     except (TypeError, ValueError, AttributeError) as error:  # a value of another type
         raise InputError(f"{path}: {error}") from error
+
+
+def read_published(path: Path) -> dict[str, Any]:
+    """Return the content of a leaderboard.json."""
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: {error}") from error
+    if not isinstance(content, dict) or not {"protocol", "submissions"} <= set(content):
+        raise InputError(f"{path} is no leaderboard.json with the scores of its submissions")
+    return content
 
 
 def _content(path: Path) -> Any:
