@@ -111,7 +111,7 @@ def rows(options):
     budget = f"{options.images} {options.steps} {options.draws} {options.gradients or ''}".strip()
     for seed in range(options.seeds):
         for run, extra in recipes(options.table).items():
-            if options.only and run not in options.only:
+            if options.only and options.table != "rules" and run not in options.only:
                 continue
             args = ["--config", str(CONFIGS / "rt_patches.yaml"), *extra, *options.fit]
             args += [f"--seed_everything={seed}", f"--data.seed={seed}"]
@@ -120,6 +120,8 @@ def rows(options):
             tried = {n: tried[n] for n in tried if n in ("EoT", *(options.attacks or tried))}
             names = ["clean", *tried, "worst"]
             for name, variant in variants(options.table, defense).items():
+                if options.only and options.table == "rules" and name not in options.only:
+                    continue
                 key = f"{run} {name} {seed} {budget} {' '.join(names)}"
                 if key not in done:
                     result = evaluate(
@@ -155,7 +157,7 @@ def main():
     parser = argparse.ArgumentParser()
     tables = ("groups", "sizes", "rules", "parts", "autoattack", "advrt")
     parser.add_argument("--table", choices=tables, required=True)
-    parser.add_argument("--only", nargs="+", metavar="RUN", help="train and attack these alone")
+    parser.add_argument("--only", nargs="+", metavar="RUN", help="these rows alone")
     parser.add_argument("--attacks", nargs="+", metavar="COLUMN", help="beside EoT, these alone")
     parser.add_argument("--gradients", choices=("identity",), help="of transforms, linear loss")
     parser.add_argument("--against", metavar="ROW", help="print differences to this row")
@@ -166,11 +168,11 @@ def main():
     parser.add_argument("--folder", type=Path, default=Path("logs/random_transforms"))
     options, fit = parser.parse_known_args()
     runs = [*recipes(options.table)]
+    if options.table == "rules":
+        runs = [f"{rule}, {draws} draws" for rule in RULES for draws in DRAWS]
     asked = [("only", run, runs) for run in options.only or ()]
     asked += [("attacks", name, [*suites(options)]) for name in options.attacks or ()]
     shown = options.only or runs
-    if options.table == "rules":
-        shown = [f"{rule}, {draws} draws" for rule in RULES for draws in DRAWS]
     if options.against:
         asked.append(("against", options.against, shown))
     for option, name, allowed in asked:

@@ -48,6 +48,7 @@ from lightning_rob.attacks.square import Square as Square
 from lightning_rob.attacks.surrogate import SurrogateGradient as SurrogateGradient
 from lightning_rob.attacks.targeted import HighConfidence as HighConfidence
 from lightning_rob.attacks.targeted import Targeted as Targeted
+from lightning_rob.attacks.transductive import FewAttacked as FewAttacked
 from lightning_rob.attacks.transductive import PartialBatchAttack as PartialBatchAttack
 from lightning_rob.attacks.transductive import ThroughAdaptation as ThroughAdaptation
 from lightning_rob.attacks.transductive import TransferFromStatic as TransferFromStatic

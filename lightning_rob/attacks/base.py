@@ -3,6 +3,7 @@
 import math
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -205,6 +206,13 @@ class Attack(Counted, ABC):
         drawing one would be an estimate.
         """
         return [(1.0, self)]
+
+    def turns(self, images: int) -> "Iterator[tuple[Tensor, int, Attack]]":
+        """Yield an order of a round's images, how many of its last are attacked, and by what.
+
+        A defense adapts anew in each turn. Most attacks have one, in which they attack all images.
+        """
+        yield torch.arange(images), images, self
 
     def rescaled(self, eps: float, norm: Norm | None = None) -> "Attack":
         """Return the attack for another radius; its `lengths` keep their share of it.

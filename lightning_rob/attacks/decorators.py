@@ -1,7 +1,7 @@
 """Attacks that wrap another attack, and a corruption in the place of an attack."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
@@ -39,6 +39,10 @@ class AttackDecorator(Attack):
 
     def strategies(self, defense: Defense) -> list[tuple[float, Attack]]:
         return [(p, replace(self, attack=part)) for p, part in self.attack.strategies(defense)]
+
+    def turns(self, images: int) -> Iterator[tuple[Tensor, int, Attack]]:
+        for order, attacked, part in self.attack.turns(images):
+            yield order, attacked, replace(self, attack=part)
 
 
 @dataclass(frozen=True)

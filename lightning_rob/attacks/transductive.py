@@ -1,6 +1,8 @@
 """Attacks on adapting defenses: before adaptation, through adaptation, on a part of a batch."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -9,10 +11,11 @@ from torch import Tensor, nn
 from lightning_rob.attacks.active_set import rows_of
 from lightning_rob.attacks.base import Attack
 from lightning_rob.attacks.decorators import AttackDecorator
-from lightning_rob.attacks.nested import walk
+from lightning_rob.attacks.nested import mapped_arguments, walk
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.per_image import restricted_to
 from lightning_rob.randomness import Generator
+from lightning_rob.runtime.errors import at_least
 from lightning_rob.threat import Threat
 
 
@@ -107,3 +110,39 @@ class PartialBatchAttack(AttackDecorator):
                 with restricted_to(defense, rows.nonzero()[:, 0]):
                     x_adv[rows] = attack.perturb(defense, x[rows], y[rows], noise)
         return x_adv
+
+
+@dataclass(frozen=True)
+class FewAttacked(AttackDecorator):
+    """Attack few images of a round at a time; the others of the round stay clean.
+
+    A defense that recognizes a batch of attacked images may miss one among clean ones. A round is
+    played again for every few images, so it adapts that often; each image is scored in the turn in
+    which it is attacked. Outside of an evaluation, all images are attacked at once.
+
+    Args:
+        attack: on those images; one that rehearses (GMSA) rehearses the whole round.
+        images: number of images attacked together.
+    """
+
+    batch_dependent: ClassVar[bool] = True
+    made_for: ClassVar[tuple[str, ...]] = ("transductive",)
+    images: int = 1
+
+    def __post_init__(self) -> None:
+        at_least(1, images=self.images)
+
+    def turns(self, images: int) -> Iterator[tuple[Tensor, int, Attack]]:
+        everything = torch.arange(images)
+        for few in torch.split(everything, self.images):
+            clean = everything[~torch.isin(everything, few)]
+            share, part = len(clean) / images, self.attack
+            on_few = partial(PartialBatchAttack, clean=share)
+            if part.rehearses:
+                part = replace(part, **mapped_arguments(part, on_few))  # type: ignore[type-var]
+            else:
+                part = on_few(part)
+            yield torch.cat([clean, few]), len(few), part
+
+    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        return self.attack.perturb(defense, x, y, generator)

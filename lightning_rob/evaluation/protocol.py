@@ -67,32 +67,44 @@ class AttackerDefenderSession:
             The perturbed images [B, C, H, W], of the most probable strategy if the attack mixes
             several, and the probability of each class [draws * R, B, K], the mean over strategies.
         """
-        images, perturbed, expected = index.tolist(), [], []
-        # Networks may draw noise from torch's global stream; adaptation is in full float32 too.
-        with seeded_global_rng(generator_of(*self.keys, GLOBAL, *images), x.device), in_float32():
-            for turn, (share, attack) in enumerate(self.strategies):
-                defenders = self.defenders[turn]
-                seen = defenders[0] if self.attacker_sees_state else self.rehearsals[turn]
-                x_adv = attack(_as_made(seen), x, y, Streams.from_index(index, *self.keys, ATTACK))
-                check_within(attack, x_adv, x)
-                found = []
-                for draw, defender in enumerate(defenders):
-                    # The defender's randomness is its own: no attack has seen this generator. That
-                    # of the first draw is the randomness of a single one.
-                    more = (-draw,) if draw else ()
-                    private = generator_of(*self.private, ADAPT, *more, *images)
-                    final = defender.adapt(x_adv, private)
-                    noise = Streams.from_index(index, *self.private, PREDICT, *more)
-                    found.append(predictions(_as_made(final), x_adv, noise, inferences))
-                    if defender.stateful:
-                        defenders[draw] = final.after_batch(private)
-                if defenders[0].stateful and not (self.attacker_sees_state or attack.ignores_state):
-                    own = generator_of(*self.keys, REHEARSE, *images)
-                    self.rehearsals[turn] = seen.adapt(x_adv, own).after_batch(own)
-                perturbed.append(x_adv)
-                expected.append(share * torch.cat(found))
+        perturbed, expected = [], []
+        for number, (share, attack) in enumerate(self.strategies):
+            x_adv, parts, places = x.clone(), [], []
+            for order, attacked, part in attack.turns(len(x)):
+                round_ = (x[order], y[order], index[order])
+                images, predicted = self._round(number, part, *round_, inferences)
+                x_adv[order[-attacked:]] = images[-attacked:]
+                parts.append(predicted[:, -attacked:])
+                places.append(order[-attacked:])
+            perturbed.append(x_adv)
+            expected.append(share * torch.cat(parts, 1)[:, torch.cat(places).argsort()])
         shares = [share for share, _ in self.strategies]
         return perturbed[shares.index(max(shares))], torch.stack(expected).sum(0)
+
+    def _round(
+        self, number: int, attack: Attack, x: Tensor, y: Tensor, index: Tensor, inferences: int
+    ) -> tuple[Tensor, Tensor]:
+        """Let one strategy attack a batch, and the defense adapt to it and predict."""
+        images, defenders, found = index.tolist(), self.defenders[number], []
+        # Networks may draw noise from torch's global stream; adaptation is in full float32 too.
+        with seeded_global_rng(generator_of(*self.keys, GLOBAL, *images), x.device), in_float32():
+            seen = defenders[0] if self.attacker_sees_state else self.rehearsals[number]
+            x_adv = attack(_as_made(seen), x, y, Streams.from_index(index, *self.keys, ATTACK))
+            check_within(attack, x_adv, x)
+            for draw, defender in enumerate(defenders):
+                # The defender's randomness is its own: no attack has seen this generator. That
+                # of the first draw is the randomness of a single one.
+                more = (-draw,) if draw else ()
+                private = generator_of(*self.private, ADAPT, *more, *images)
+                final = defender.adapt(x_adv, private)
+                noise = Streams.from_index(index, *self.private, PREDICT, *more)
+                found.append(predictions(_as_made(final), x_adv, noise, inferences))
+                if defender.stateful:
+                    defenders[draw] = final.after_batch(private)
+            if defenders[0].stateful and not (self.attacker_sees_state or attack.ignores_state):
+                own = generator_of(*self.keys, REHEARSE, *images)
+                self.rehearsals[number] = seen.adapt(x_adv, own).after_batch(own)
+        return x_adv, torch.cat(found)
 
 
 def _as_made(defense: Defense) -> Defense:

@@ -14,6 +14,7 @@ from lightning_rob.attacks import (
     Attack,
     Auto,
     AutoAttack,
+    FewAttacked,
     LatticeClimber,
     OnDifferentiable,
     Square,
@@ -43,6 +44,7 @@ from lightning_rob.objectives import (
 from lightning_rob.rules import random_member
 from lightning_rob.threat import Threat
 
+FEW = 2  # images of a round that are attacked together: the fewer, the slower and the stronger
 DISSIMILARITY = 0.3  # the bound on PAA of Liao et al. (2020)
 PLUG_INS: dict[SuiteKind, str] = {
     "single": "callbacks/autoattack.yaml",
@@ -155,7 +157,11 @@ def suite_for(
             "gmsa_avg": GMSA(pgd, rounds=5),
             "unbounded": GMSA(_unbounded(pgd), rounds=2),
         }
-        return AttackSuite(kind, "transfer", ("gmsa_avg",), own)
+        if not defense.abstains:
+            return AttackSuite(kind, "transfer", ("gmsa_avg",), own)
+        # What rejects a round of attacked images may accept a few among clean ones.
+        own["few"] = FewAttacked(TransferFromStatic(pgd), FEW)
+        return AttackSuite(kind, "transfer", ("gmsa_avg", "few"), own)
     # PGD climbs the loss that decides the prediction; a single network has but one.
     objective = ce_of_rule(defense.rule) if len(defense.weights) > 1 else expected_ce
     pgd = replace(pgd, objective=objective, backward=attack_gradients(defense))

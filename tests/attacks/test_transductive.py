@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from lightning_rob.attacks import (
+    GMSA,
     PGD,
     CommonCorruption,
+    FewAttacked,
     OnMember,
     PartialBatchAttack,
     RandomMember,
@@ -14,7 +17,9 @@ from lightning_rob.attacks import (
     TransferFromStatic,
 )
 from lightning_rob.defenses import DENT, Ensemble, Single
-from lightning_rob.evaluation.protocol import evaluate_once
+from lightning_rob.defenses.transductive import Transductive
+from lightning_rob.evaluation import RoundProtocol, evaluate
+from lightning_rob.evaluation.protocol import AttackerDefenderSession, evaluate_once
 from lightning_rob.nets import SmallCNN
 from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
@@ -112,3 +117,67 @@ def test_strategies_are_those_of_the_attack():
         (pytest.approx(p), PartialBatchAttack(OnMember(INNER, i), 0.25))
         for i, p in enumerate((0.7, 0.3))
     ]
+
+
+class ByBrightness(nn.Module):
+    def forward(self, x):
+        bright = 20 * (x.flatten(1).mean(1) - 0.5)
+        return torch.stack([-bright, bright], 1)
+
+
+class Watchful(Transductive):
+    """Gives a batch back the brightness that it lost: no attack on most of its images succeeds."""
+
+    needs_source, lost, seen = False, 0.0, []
+
+    def fit_to_batch(self, x, generator):
+        self.seen.append(x)
+        return self.copy_with(lost=0.6 - x.mean())
+
+    def logits(self, x, generator=None):
+        return super().logits(x + self.lost, generator)
+
+
+def gray(count):
+    return torch.full((count, 1, 4, 4), 0.6), torch.ones(count).long(), torch.arange(count)
+
+
+@pytest.mark.parametrize(("few", "left"), [(1, 0.0), (2, 0.0), (7, 1.0)])
+def test_a_few_attacked_images_of_a_batch_are_not_noticed(few, left):
+    Watchful.seen, attack = [], TransferFromStatic(PGD(Threat("linf", 0.3), 2, 0.3))
+    attacks = {"all": attack, "few": FewAttacked(attack, few)}
+    result = evaluate(
+        Watchful(ByBrightness()),
+        attacks,
+        [gray(7)],
+        protocol=RoundProtocol(images=7),
+        progress=False,
+    )
+    assert result.accuracy("clean") == result.accuracy("all") == 1
+    assert result.accuracy("few") == result.accuracy("worst") == left
+    turns = [int((x < 0.5).flatten(1).all(1).sum()) for x in Watchful.seen[2:]]
+    assert sum(turns) == 7
+    assert max(turns) == few
+
+
+def test_every_image_is_scored_in_its_own_turn():
+    """In the order of the batch, with the attack that it meets alone among clean images."""
+    x, _, index = gray(5)
+    x = x + torch.linspace(-0.3, 0.2, 5)[:, None, None, None]
+    y, inner = (x.flatten(1).mean(1) > 0.5).long(), PGD(Threat("linf", 0.1), 2, 0.1)
+    defense = Watchful(ByBrightness())
+    session = AttackerDefenderSession(FewAttacked(inner, 2), defense, 0)
+    x_adv, predicted = session.step(x, y, index)
+    for row in ([0, 1], [2, 3], [4]):
+        given = x.clone()
+        given[row] = x_adv[row]
+        assert ((x_adv[row] - x[row]).abs() - 0.1).abs().max() < 1e-6
+        torch.testing.assert_close(predicted[0, row], defense.adapt(given)(given)[row])
+
+
+def test_a_rehearsal_sees_the_whole_round():
+    Watchful.seen = []
+    attack = FewAttacked(GMSA(PGD(Threat("linf", 0.3), 2, 0.3), rounds=1), 2)
+    x_adv, predicted = AttackerDefenderSession(attack, Watchful(ByBrightness()), 0).step(*gray(6))
+    assert all(len(x) == 6 for x in Watchful.seen)
+    assert (x_adv < 0.5).all() and (predicted[0].argmax(1) == 0).all()
