@@ -2,7 +2,6 @@
 
     OMP_WAIT_POLICY=PASSIVE python benchmarks/rejection.py --out rejection.png
     OMP_WAIT_POLICY=PASSIVE python benchmarks/rejection.py --data Patches10 --eps 8/255
-    OMP_WAIT_POLICY=PASSIVE python benchmarks/rejection.py --few last.ckpt
 
 A SmallCNN is trained on embedded images. In each setting x~ is the test images z, clean or
 brighter, and behind them the same images attacked: on the classifier alone as in the paper, or by
@@ -12,8 +11,7 @@ rejects images whose probability of being a test image is above the threshold. T
 mean at --tau, the figure all thresholds of the first repeat. The error is a share of all x~, as in
 eq. 1, or of the accepted images with `--per prediction`, as in the authors' code. AUC measures how
 well the discriminator separates the attacked images, and z, from held-out training images: 0.5 is
-random. The last command attacks 1, 5 and 20 digits of batches of 100, behind the discriminator of a
-checkpoint.
+random.
 """
 
 import argparse
@@ -29,11 +27,9 @@ from torch.nn.functional import cross_entropy
 from torchmetrics.functional.classification import binary_auroc
 from tqdm import tqdm
 
-from lightning_rob import load
 from lightning_rob.attacks import CW, GMSA, PGD, CommonCorruption, PartialBatchAttack
 from lightning_rob.data import Digits5k, Patches10
 from lightning_rob.defenses import Single
-from lightning_rob.defenses.transductive import give_source
 from lightning_rob.defenses.urejectron import URejectron
 from lightning_rob.metrics.selective import rejection_curves, selective_error
 from lightning_rob.nets import SmallCNN
@@ -117,27 +113,6 @@ def played(defense, attack, x, y, held_out, options):
     return [float(distance), *torch.tensor(rows).mean(0).tolist()], curves
 
 
-def tell_few(checkpoint, eps):
-    """Print how many of a few attacked images of a batch are accepted and wrong."""
-    defense, data = load(checkpoint), Digits5k()
-    data.setup("test")
-    give_source(defense, data.labelled)
-    rows = [data.parts["test"][i] for i in range(1000)]
-    x, y = torch.stack([row[0] for row in rows]), torch.tensor([int(row[1]) for row in rows])
-    attack = PGD(Threat("linf", eps), 20, eps / 4, random_start=False)
-    for few, batches in ((1, 10), (5, 3), (20, 3)):
-        fooled = 0
-        for number in range(batches):
-            rows = slice(100 * number, 100 * number + 100)
-            batch, labels, noise = x[rows].clone(), y[rows][:few], torch.Generator()
-            batch[:few] = attack(defense.base_model, batch[:few], labels, noise.manual_seed(0))
-            final = defense.adapt(batch, noise.manual_seed(number))
-            with torch.no_grad():
-                given = final(batch)[:few]
-            fooled += int(((given.sum(1) > 0) & (given.argmax(1) != labels)).sum())
-        print(f"{few} of 100 attacked: {fooled} of {few * batches} accepted and wrong", flush=True)
-
-
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", choices=("Digits5k", "Patches10"), default="Digits5k")
@@ -152,11 +127,7 @@ def main():
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="the figure; none without it")
-    parser.add_argument("--few", metavar="CHECKPOINT", help="of URejectron on digits")
     options = parser.parse_args()
-    if options.few:
-        tell_few(options.few, float(Threat("linf", options.eps).eps))
-        return
     torch.manual_seed(options.seed)
     began = time.perf_counter()
     kind = {"Digits5k": Digits5k, "Patches10": Patches10}[options.data]

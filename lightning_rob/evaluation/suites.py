@@ -44,7 +44,6 @@ from lightning_rob.objectives import (
 from lightning_rob.rules import random_member
 from lightning_rob.threat import Threat
 
-FEW = 2  # images of a round that are attacked together: the fewer, the slower and the stronger
 DISSIMILARITY = 0.3  # the bound on PAA of Liao et al. (2020)
 PLUG_INS: dict[SuiteKind, str] = {
     "single": "callbacks/autoattack.yaml",
@@ -159,9 +158,9 @@ def suite_for(
         }
         if not defense.abstains:
             return AttackSuite(kind, "transfer", ("gmsa_avg",), own)
-        # What rejects a round of attacked images may accept a few among clean ones.
-        own["few"] = FewAttacked(TransferFromStatic(pgd), FEW)
-        return AttackSuite(kind, "transfer", ("gmsa_avg", "few"), own)
+        # What rejects a round of attacked images may accept one among clean ones.
+        own["one_attacked"] = FewAttacked(TransferFromStatic(pgd))
+        return AttackSuite(kind, "transfer", ("gmsa_avg", "one_attacked"), own)
     # PGD climbs the loss that decides the prediction; a single network has but one.
     objective = ce_of_rule(defense.rule) if len(defense.weights) > 1 else expected_ce
     pgd = replace(pgd, objective=objective, backward=attack_gradients(defense))
