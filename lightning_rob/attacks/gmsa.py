@@ -11,6 +11,7 @@ from lightning_rob.attacks.contexts import evaluating
 from lightning_rob.attacks.gradient import ObjectiveGradient
 from lightning_rob.attacks.nested import map_attacks
 from lightning_rob.attacks.pgd import is_pgd
+from lightning_rob.attacks.transductive import OnFew
 from lightning_rob.defenses import Defense, Mixture
 from lightning_rob.objectives import expected_ce, reduction_of
 from lightning_rob.randomness import Generator, generator_from
@@ -80,14 +81,16 @@ class GMSA(Attack):
             models.append(model)
         return x_best
 
-    @staticmethod
     def _rehearse(
-        defense: Defense, x: Tensor, y: Tensor, generator: Generator
+        self, defense: Defense, x: Tensor, y: Tensor, generator: Generator
     ) -> tuple[Defense, tuple[float, float]]:
         """Adapt the defense to images and return the adapted model with its score (error, loss)."""
         final = defense.adapt(x, generator_from(x, generator))
         with evaluating(final) as copied, torch.no_grad():
             right = copied(x, generator).gather(1, y[:, None])
             loss = ObjectiveGradient(expected_ce).value(copied, x, y, generator)
+        if isinstance(self.inner, OnFew):  # luck with the clean images is no success
+            attacked = ~self.inner.is_clean(y)
+            right, loss = right[attacked], loss[attacked]
         # Errors decide; among equal ones the cross-entropy, averaged over draws and images, does.
         return final.adapted_model, (1 - float(right.double().mean()), float(loss.double().mean()))

@@ -42,6 +42,10 @@ class ThroughAdaptation(AttackDecorator):
     knowledge: ClassVar[str] = f"{Attack.knowledge}, and sees it adapt to every image tried"
     strategies = Attack.strategies  # the attack sees the adapting defense, not this one
 
+    def __post_init__(self) -> None:
+        if any(isinstance(part, PartialBatchAttack | FewAttacked) for part in walk(self.attack)):
+            raise TypeError("ThroughAdaptation adapts to whole rounds, not to a part of one")
+
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         return self.attack(_AdaptsToEveryBatch(defense), x, y, generator)
 
@@ -84,11 +88,13 @@ class PartialBatchAttack(AttackDecorator):
 
     def __post_init__(self) -> None:
         for part in walk(self.attack):
+            name = type(part).__name__
             if part.rehearses:
-                name = type(part).__name__
                 raise TypeError(
                     f"{name} rehearses whole rounds: write {name}(inner=PartialBatchAttack(…))"
                 )
+            if isinstance(part, ThroughAdaptation | FewAttacked):
+                raise TypeError(f"{name} needs whole rounds: not in a part of a batch")
 
     @property
     def threat(self) -> Threat:  # type: ignore[override]
@@ -112,6 +118,10 @@ class PartialBatchAttack(AttackDecorator):
         return x_adv
 
 
+class OnFew(PartialBatchAttack):
+    """The part of a round that one turn of `FewAttacked` attacks: the success on it counts."""
+
+
 @dataclass(frozen=True)
 class FewAttacked(AttackDecorator):
     """Attack few images of a round at a time; the others of the round stay clean.
@@ -131,13 +141,13 @@ class FewAttacked(AttackDecorator):
 
     def __post_init__(self) -> None:
         at_least(1, images=self.images)
+        next(self.turns(2))  # raises for an attack that cannot be on a part of a batch
 
     def turns(self, images: int) -> Iterator[tuple[Tensor, int, Attack]]:
         everything = torch.arange(images)
         for few in torch.split(everything, self.images):
             clean = everything[~torch.isin(everything, few)]
-            share, part = len(clean) / images, self.attack
-            on_few = partial(PartialBatchAttack, clean=share)
+            on_few, part = partial(OnFew, clean=len(clean) / max(images, 1)), self.attack
             if part.rehearses:
                 part = replace(part, **mapped_arguments(part, on_few))  # type: ignore[type-var]
             else:

@@ -141,5 +141,8 @@ class _Rejecting(nn.Module):
         lead = WEIGHT * (scores[:, TEST] - scores[:, 1 - TEST] - self.threshold)
         # A score that is the threshold, as after a calibration, rounds to either side of it.
         rejected = scores.softmax(1)[:, TEST] > self.tau
-        lead = torch.where(rejected, lead.clamp(min=1e-3), lead.clamp(max=0))
-        return torch.cat([logits, logits.amax(1, keepdim=True) + lead[:, None]], 1)
+        top = logits.amax(1)
+        least = (4 * torch.finfo(top.dtype).eps * top.abs()).clamp(min=1e-3)
+        sided = torch.where(rejected, lead.maximum(least), lead.minimum(-least))
+        lead = lead + (sided - lead).detach()  # the gradient stays that of the score
+        return torch.cat([logits, (top + lead)[:, None]], 1)

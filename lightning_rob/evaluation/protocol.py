@@ -7,7 +7,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_rob.attacks import Attack, evaluating
+from lightning_rob.attacks import Attack, FewAttacked, evaluating
+from lightning_rob.attacks.nested import walk
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.copies import fresh
 from lightning_rob.evaluation.groups import Unpack, fetch, unpacked
@@ -52,6 +53,13 @@ class AttackerDefenderSession:
                 f"got attacker_sees_state with {draws} private draws"
             )
         self.strategies = attack.strategies(defense)
+        for _, strategy in self.strategies:
+            for _, _, part in strategy.turns(2):
+                if any(isinstance(inner, FewAttacked) for inner in walk(part)):
+                    raise TypeError(
+                        "FewAttacked inside another attack would attack all images at once: put "
+                        "it around that attack, such as FewAttacked(GMSA(...))"
+                    )
         self.keys = keys
         self.private = keys if private is None else private
         self.attacker_sees_state = attacker_sees_state
@@ -70,9 +78,13 @@ class AttackerDefenderSession:
         perturbed, expected = [], []
         for number, (share, attack) in enumerate(self.strategies):
             x_adv, parts, places = x.clone(), [], []
+            before = [*self.defenders[number]], self.rehearsals[number]
             for order, attacked, part in attack.turns(len(x)):
+                # Turns are played instead of each other: all begin in the state before the round.
+                self.defenders[number], self.rehearsals[number] = [*before[0]], before[1]
                 round_ = (x[order], y[order], index[order])
-                images, predicted = self._round(number, part, *round_, inferences)
+                rows = None if attacked == len(x) else order.to(x.device)
+                images, predicted = self._round(number, part, *round_, inferences, rows)
                 x_adv[order[-attacked:]] = images[-attacked:]
                 parts.append(predicted[:, -attacked:])
                 places.append(order[-attacked:])
@@ -82,14 +94,23 @@ class AttackerDefenderSession:
         return perturbed[shares.index(max(shares))], torch.stack(expected).sum(0)
 
     def _round(
-        self, number: int, attack: Attack, x: Tensor, y: Tensor, index: Tensor, inferences: int
+        self,
+        number: int,
+        attack: Attack,
+        x: Tensor,
+        y: Tensor,
+        index: Tensor,
+        inferences: int,
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Let one strategy attack a batch, and the defense adapt to it and predict."""
         images, defenders, found = index.tolist(), self.defenders[number], []
         # Networks may draw noise from torch's global stream; adaptation is in full float32 too.
         with seeded_global_rng(generator_of(*self.keys, GLOBAL, *images), x.device), in_float32():
             seen = defenders[0] if self.attacker_sees_state else self.rehearsals[number]
-            x_adv = attack(_as_made(seen), x, y, Streams.from_index(index, *self.keys, ATTACK))
+            noise = Streams.from_index(index, *self.keys, ATTACK)
+            noise.rows = rows  # what the attack sees of an image is noted at its place in the batch
+            x_adv = attack(_as_made(seen), x, y, noise)
             check_within(attack, x_adv, x)
             for draw, defender in enumerate(defenders):
                 # The defender's randomness is its own: no attack has seen this generator. That

@@ -156,7 +156,7 @@ def suite_for(
             "gmsa_avg": GMSA(pgd, rounds=5),
             "unbounded": GMSA(_unbounded(pgd), rounds=2),
         }
-        if not defense.abstains:
+        if not defense.may_reject:
             return AttackSuite(kind, "transfer", ("gmsa_avg",), own)
         # What rejects a round of attacked images may accept one among clean ones.
         own["one_attacked"] = FewAttacked(TransferFromStatic(pgd))

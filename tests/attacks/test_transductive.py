@@ -1,5 +1,7 @@
 """Attacks on adapting defenses by what they see, against hand-written references."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -181,3 +183,79 @@ def test_a_rehearsal_sees_the_whole_round():
     x_adv, predicted = AttackerDefenderSession(attack, Watchful(ByBrightness()), 0).step(*gray(6))
     assert all(len(x) == 6 for x in Watchful.seen)
     assert (x_adv < 0.5).all() and (predicted[0].argmax(1) == 0).all()
+
+
+def played(attack, defense, count=6):
+    session = AttackerDefenderSession(attack, defense, 0)
+    x, y, index = gray(count)
+    x_adv, predicted = session.step(x, y, index)
+    return session, (x_adv != x).flatten(1).any(1), predicted[0].argmax(1)
+
+
+class Counting(Watchful):
+    """A stateful defense that counts the rounds."""
+
+    stateful, rounds = True, 0
+
+    def after_batch(self, generator=None):
+        return self.copy_with(rounds=self.rounds + 1)
+
+
+def test_all_turns_begin_in_the_state_before_the_round():
+    session, _, _ = played(FewAttacked(INNER, 2), Counting(ByBrightness()))
+    assert [one.rounds for one in session.defenders[0]] == [session.rehearsals[0].rounds] == [1]
+
+
+class Unlucky(Watchful):
+    """After each adaptation it is wrong on some images, whatever the attack."""
+
+    def fit_to_batch(self, x, generator):
+        return self.copy_with(wrong=torch.rand(len(x), generator=generator) < 0.3)
+
+    def logits(self, x, generator=None):
+        found = Transductive.logits(self, x)
+        wrong = getattr(self, "wrong", None)
+        return found if wrong is None else torch.where(wrong[:, None], found.flip(-1), found)
+
+
+def test_a_rehearsal_is_judged_by_the_attacked_images():
+    attack = GMSA(PGD(Threat("linf", 0.3), 2, 0.3), rounds=2, from_clean=False)
+    _, moved, _ = played(FewAttacked(attack), Unlucky(ByBrightness()), 30)
+    assert moved.all()
+    attack = FewAttacked(replace(attack, from_clean=True))
+    _, moved, _ = played(attack, Unlucky(ByBrightness()), 30)
+    assert moved.sum() > 12  # not where the clean image alone is wrong by chance
+
+
+class Flat(ByBrightness):
+    """No gradient for the first three images."""
+
+    def forward(self, x):
+        dark = (x[:, 0, 0, 0] < 0.58)[:, None, None, None]
+        return super().forward(torch.where(dark, x.detach(), x))
+
+
+def test_images_without_a_gradient_are_noted_at_their_places():
+    x, y, index = gray(6)
+    x[:3] = 0.55
+    attack = PGD(Threat("linf", 0.01), 2, 0.01, random_start=False)
+    attacks = {"all": attack, "few": FewAttacked(attack, 2)}
+    protocol = RoundProtocol(images=6)
+    defense = Counting(Flat())
+    result = evaluate(defense, attacks, [(x, y, index)], protocol=protocol, progress=False)
+    assert result.blind("all") == result.blind("few") == 0.5
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: FewAttacked(ThroughAdaptation(INNER)),
+        lambda: ThroughAdaptation(FewAttacked(INNER)),
+        lambda: PartialBatchAttack(FewAttacked(INNER)),
+        lambda: FewAttacked(FewAttacked(INNER)),
+        lambda: played(GMSA(FewAttacked(INNER)), Watchful(ByBrightness())),
+    ],
+)
+def test_a_part_of_a_round_inside_whole_rounds_is_refused(made):
+    with pytest.raises(TypeError, match=r"whole rounds|inside another attack"):
+        made()

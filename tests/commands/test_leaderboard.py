@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -95,7 +96,9 @@ def test_a_submission_is_ranked_beside_a_published_leaderboard(board, tmp_path, 
     capsys.readouterr()
     content = told(mine, f"--beside={theirs}")
     assert content["norms"] == whole["norms"]
-    assert "Smoothed with the seed of Smoothed" in capsys.readouterr().out
+    assert "Smoothed with the seed of Smoothed (published)" in capsys.readouterr().out
+    tau = [re.search("tau.*", (f / "leaderboard.md").read_text()) for f in (board, mine)]
+    assert str(tau[0]) == str(tau[1])  # trainings are paired as in one folder
     assert {one["folder"] for one in content["submissions"]} == {"BAT_0", "BAT_1", "Smoothed"}
     again = told(mine, f"--beside={mine / 'leaderboard.json'}")  # with those that it has itself
     assert again["norms"] == whole["norms"]
@@ -106,7 +109,9 @@ def test_a_submission_is_ranked_beside_a_published_leaderboard(board, tmp_path, 
     [
         (lambda c: c.pop("submissions"), "is no leaderboard.json with the scores"),
         (lambda c: c["submissions"][0].pop("about"), "KeyError: 'about'"),
+        (lambda c: c["submissions"][0]["about"].update(name="\ud800"), "surrogates not allowed"),
         (lambda c: c["protocol"].pop("radii"), "missing 1 required positional argument: 'radii'"),
+        (lambda c: c["protocol"].update(images=20.5), "images must be a whole number, got 20.5"),
     ],
 )
 def test_another_file_beside_is_one_line(change, said, board, tmp_path, capsys):
@@ -116,6 +121,26 @@ def test_another_file_beside_is_one_line(change, said, board, tmp_path, capsys):
     shutil.copytree(board / "BAT_1", tmp_path / "mine/BAT_1")
     args = ("--allow-import=tests", f"--beside={tmp_path / 'theirs.json'}")
     assert said in refused(capsys, "leaderboard", tmp_path / "mine", *args)
+
+
+def test_odd_published_scores_stop_no_others(board, tmp_path, capsys):
+    content = told(board)
+    changes = [
+        lambda one: one["scores"].pop("weights"),
+        lambda one: one["scores"].update(weights=[1]),
+        lambda one: one["scores"]["norms"].pop("l2"),
+    ]
+    for change, one in zip(changes, content["submissions"], strict=True):
+        change(one)
+    content["protocol"].pop("steps")  # takes the default, as in protocol.yaml
+    (tmp_path / "theirs.json").write_text(json.dumps(content))
+    shutil.copytree(board / "BAT_1", tmp_path / "mine/BAT_1")
+    shutil.copy(board / "protocol.yaml", tmp_path / "mine")
+    found = told(tmp_path / "mine", f"--beside={tmp_path / 'theirs.json'}")
+    assert [one["folder"] for one in found["submissions"]] == ["BAT_1"]
+    out = capsys.readouterr().out
+    assert "BAT_0: KeyError: 'weights'" in out and "Smoothed: KeyError: 'l2'" in out
+    assert "BAT_1: TypeError: " in out
 
 
 def test_published_scores_of_another_protocol_have_no_rank(board, tmp_path, capsys):
@@ -166,6 +191,8 @@ FORGED = {
     "certified": (lambda s: s.update(certified=7.0), "certified must be in [0, 1], got 7.0"),
     "infinite": (lambda s: s.update(prediction=float("inf")), "Out of range float"),
     "list": (lambda s: s["norms"].update(l2=[]), "TypeError"),
+    "weights": (lambda s: s.update(weights=[1]), ": "),
+    "nan_unused": (lambda s: s["norms"]["l2"].update(more=float("nan")), "Out of range float"),
 }
 ABOUT = {
     "no_name": ({"seed": 0, "training": 40}, "missing 1 required positional argument: 'name'"),

@@ -144,6 +144,23 @@ def test_the_adapted_model_accepts_a_score_that_is_the_threshold(net):
         assert torch.equal(final.adapted_model(x).argmax(1) == 4, final(x).sum(1) == 0)
 
 
+@pytest.mark.parametrize("scale", [1, 1e8])
+@pytest.mark.parametrize("tau", [0.0, 0.5, 1.0])
+def test_rejection_has_a_gradient_and_the_right_side(net, tau, scale):
+    """No tie with a class, also of large logits, whose gradient is that of the score."""
+    x, _ = blobs(False, 61)
+    net.last.weight.data *= scale
+    final = made(net, tau=tau, epochs=20).adapt(x, chance())
+    x.requires_grad_()
+    logits = final.adapted_model.logits(x)[0]
+    rejected = (final(x).sum(1) == 0).tolist()
+    top = logits[:, :4].amax(1)
+    assert [bool(r > t) for r, t in zip(logits[:, 4], top, strict=True)] == rejected
+    assert all(r != t for r, t in zip(logits[:, 4], top, strict=True))
+    (gradient,) = torch.autograd.grad((logits[:, 4] - top).sum(), x)
+    assert (gradient != 0).flatten(1).any(1).all()
+
+
 def test_an_attack_on_the_adapted_model_is_accepted_more_often(net):
     """PGD on the classifier alone does not see what rejects its images."""
     x, y = blobs(False, 60)

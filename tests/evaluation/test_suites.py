@@ -44,8 +44,10 @@ def test_the_suite_fits_the_defense():
         suite = suite_for(defense, THREAT)
         assert (suite_kind(defense), suite.kind, suite.adaptive) == (kind, kind, names)
         assert (ROOT / suite.plug_in).exists()
-    rejecting = suite_for(URejectron(net), THREAT)
-    assert rejecting.adaptive == ("gmsa_avg", "one_attacked")
+    dent = DENT(SmallCNN(4, 3, 4))
+    dent.rejects = 3
+    for rejecting in (URejectron(net), dent):
+        assert suite_for(rejecting, THREAT).adaptive == ("gmsa_avg", "one_attacked")
     assert suite_for(kinds["randomized"][0], Threat("l1", 3.0)).adaptive == ("climb",)
     assert "apgd" in suite_for(Single(net), Threat("l1", 3.0)).within(Threat("l1", 3.0))
     for threat in (Threat(3), Threat("l2", 0.3, relative=True), Threat(eps=0)):

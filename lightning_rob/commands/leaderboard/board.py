@@ -107,10 +107,14 @@ def run(
                 one.check(protocol, defense, batches, config.check)
             for norm in protocol.radii if not one.reasons else ():
                 check_row(*rows([one], norm))
+            if not one.reasons:
+                hash(one.scores["weights"])  # what the file cannot hold is an error of its own
+                json.dumps(one.publish(protocol), allow_nan=False)
         except Exception as error:  # one submission never stops the others
             one.reasons.append(f"{type(error).__name__}: {error}")
     if config.part is None:
         refuse_copies(found)
+        found.sort(key=lambda one: (one.folder.name, one.published))  # as in one folder
     for one in found:
         for reason in one.reasons:
             print(visible(f"{one.folder.name}: {reason}"), flush=True)
@@ -122,7 +126,7 @@ def run(
     atomic_write_text(folder / "leaderboard.md", markdown(blocks) + "\n")
     text = whole.render(title=protocol.title, sections=[html(blocks)])
     atomic_write_text(folder / "leaderboard.html", text)
-    scores = [one.publish() for one in found if not one.reasons]
+    scores = [one.publish(protocol) for one in found if not one.reasons]
     content = {"protocol": asdict(protocol), "norms": ranked, "submissions": scores}
     atomic_write_text(folder / "leaderboard.json", json.dumps(content) + "\n")
     for norm, entries in ranked.items():
@@ -192,7 +196,8 @@ def refuse_copies(found: Sequence[Submission]) -> None:
         for what, key in (("seed", one.seed), ("weights", one.scores["weights"])):
             other = seen.setdefault((one.name, what, key), one)
             if other is not one:
-                one.reasons.append(f"{one.name} with the {what} of {other.folder.name}")
+                where = f"{other.folder.name}{' (published)' * other.published}"
+                one.reasons.append(f"{one.name} with the {what} of {where}")
 
 
 def mean(values: Sequence[float | None]) -> float | None:

@@ -56,6 +56,9 @@ class Protocol:
     training: float | None = None  # passes of a training image, at most
 
     def __post_init__(self) -> None:
+        for key in ("images", "seed", "passes", "steps", "inferences", "power", "certified"):
+            if type(value := getattr(self, key)) is not int:
+                raise TypeError(f"{key} must be a whole number, got {value!r}")
         at_least(1, images=self.images, passes=self.passes, inferences=self.inferences)
         if not self.radii:
             raise ValueError("radii must name a norm")
@@ -89,6 +92,7 @@ class Submission:
         for key, kind in (("name", str), ("paper", str), ("seed", int)):
             if type(value := getattr(self, key)) is not kind:
                 raise ValueError(f"{key} must be of type {kind.__name__}, got {value!r}")
+            str(value).encode()  # raises for a lone surrogate, which no file can hold
         if self.training is not None and not 0 <= self.training < math.inf:  # NaN is not either
             raise ValueError(f"training must be a number of passes, got {self.training!r}")
 
@@ -111,20 +115,21 @@ class Submission:
         found = []
         content = read_published(path)
         try:
+            protocol = asdict(Protocol(**content["protocol"]))
             for entry in content["submissions"]:
                 one = cls(path.parent / entry["folder"], **entry["about"])
-                one.scores = {"protocol": content["protocol"], **entry["scores"]}
+                one.scores = {"protocol": protocol, **entry["scores"]}
                 one.published = True
                 found.append(one)
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"{path}: {type(error).__name__}: {error}") from error
         return found
 
-    def publish(self) -> dict[str, Any]:
+    def publish(self, protocol: Protocol) -> dict[str, Any]:
         """Return what a leaderboard.json holds of a ranked submission."""
         about = {key: getattr(self, key) for key in ("name", "paper", "seed", "training")}
         scores = {key: value for key, value in self.scores.items() if key != "protocol"}
-        scores["norms"] = {norm: dict(part) for norm, part in scores["norms"].items()}
+        scores["norms"] = {norm: dict(scores["norms"][norm]) for norm in protocol.radii}
         for part in scores["norms"].values():
             part["images"] = {name: part["images"][name] for name in (CLEAN, USUAL, WORST)}
         return {"folder": self.folder.name, "about": about, "scores": scores}
@@ -315,7 +320,7 @@ def read_published(path: Path) -> dict[str, Any]:
     """Return the content of a leaderboard.json."""
     try:
         content = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: {error}") from error
     if not isinstance(content, dict) or not {"protocol", "submissions"} <= set(content):
         raise InputError(f"{path} is no leaderboard.json with the scores of its submissions")
