@@ -99,6 +99,7 @@ class Attack(Counted, ABC):
     smallest_norm: ClassVar[bool] = False  # whether it searches the nearest image that fools
     takes_radii: ClassVar[bool] = False  # whether the threat may be a `ThreatPerImage`
     ignores_state: ClassVar[bool] = False  # whether it sees nothing of a defense's adapted state
+    splits_rounds: ClassVar[bool] = False  # whether it has several turns in a round
     splits_batches: ClassVar[bool] = False  # whether it chooses itself how many images at a time
     stops_on_gradient_logits: ClassVar[bool] = False  # whether these decide which are fooled
 
@@ -213,6 +214,10 @@ class Attack(Counted, ABC):
         A defense adapts anew in each turn. Most attacks have one, in which they attack all images.
         """
         yield torch.arange(images), images, self
+
+    def counted(self, y: Tensor) -> Tensor:
+        """Return on which images [B] with labels [B] an error is a success of a rehearsal."""
+        return torch.ones_like(y, dtype=torch.bool)
 
     def rescaled(self, eps: float, norm: Norm | None = None) -> "Attack":
         """Return the attack for another radius; its `lengths` keep their share of it.

@@ -11,7 +11,6 @@ from lightning_rob.attacks.contexts import evaluating
 from lightning_rob.attacks.gradient import ObjectiveGradient
 from lightning_rob.attacks.nested import map_attacks
 from lightning_rob.attacks.pgd import is_pgd
-from lightning_rob.attacks.transductive import OnFew
 from lightning_rob.defenses import Defense, Mixture
 from lightning_rob.objectives import expected_ce, reduction_of
 from lightning_rob.randomness import Generator, generator_from
@@ -89,8 +88,7 @@ class GMSA(Attack):
         with evaluating(final) as copied, torch.no_grad():
             right = copied(x, generator).gather(1, y[:, None])
             loss = ObjectiveGradient(expected_ce).value(copied, x, y, generator)
-        if isinstance(self.inner, OnFew):  # luck with the clean images is no success
-            attacked = ~self.inner.is_clean(y)
-            right, loss = right[attacked], loss[attacked]
+        counted = self.inner.counted(y)
+        right, loss = right[counted], loss[counted]
         # Errors decide; among equal ones the cross-entropy, averaged over draws and images, does.
         return final.adapted_model, (1 - float(right.double().mean()), float(loss.double().mean()))

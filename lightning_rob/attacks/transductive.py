@@ -80,11 +80,13 @@ class PartialBatchAttack(AttackDecorator):
     Args:
         clean: the share in [0, 1] of the batch that is z, its first images.
         natural: the perturbation of z, such as `CommonCorruption`; None leaves z unchanged.
+        all_count: whether an error on z is a success of a rehearsal, as in eq. 1 of the paper.
     """
 
     batch_dependent: ClassVar[bool] = True
     clean: float = 0.5
     natural: Attack | None = None
+    all_count: bool = True
 
     def __post_init__(self) -> None:
         for part in walk(self.attack):
@@ -108,6 +110,9 @@ class PartialBatchAttack(AttackDecorator):
         """Return which images [B] are z, for labels [B]."""
         return torch.arange(len(y), device=y.device) < round(self.clean * len(y))
 
+    def counted(self, y: Tensor) -> Tensor:
+        return super().counted(y) if self.all_count else ~self.is_clean(y)
+
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         x_adv, z = x.clone(), self.is_clean(y)
         for rows, attack in ((z, self.natural), (~z, self.attack)):
@@ -116,10 +121,6 @@ class PartialBatchAttack(AttackDecorator):
                 with restricted_to(defense, rows.nonzero()[:, 0]):
                     x_adv[rows] = attack.perturb(defense, x[rows], y[rows], noise)
         return x_adv
-
-
-class OnFew(PartialBatchAttack):
-    """The part of a round that one turn of `FewAttacked` attacks: the success on it counts."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,7 @@ class FewAttacked(AttackDecorator):
 
     batch_dependent: ClassVar[bool] = True
     made_for: ClassVar[tuple[str, ...]] = ("transductive",)
+    splits_rounds: ClassVar[bool] = True
     images: int = 1
 
     def __post_init__(self) -> None:
@@ -147,7 +149,8 @@ class FewAttacked(AttackDecorator):
         everything = torch.arange(images)
         for few in torch.split(everything, self.images):
             clean = everything[~torch.isin(everything, few)]
-            on_few, part = partial(OnFew, clean=len(clean) / max(images, 1)), self.attack
+            share, part = len(clean) / max(images, 1), self.attack
+            on_few = partial(PartialBatchAttack, clean=share, all_count=False)
             if part.rehearses:
                 part = replace(part, **mapped_arguments(part, on_few))  # type: ignore[type-var]
             else:

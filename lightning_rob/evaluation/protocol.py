@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_rob.attacks import Attack, FewAttacked, evaluating
+from lightning_rob.attacks import Attack, evaluating
 from lightning_rob.attacks.nested import walk
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.copies import fresh
@@ -55,7 +55,7 @@ class AttackerDefenderSession:
         self.strategies = attack.strategies(defense)
         for _, strategy in self.strategies:
             for _, _, part in strategy.turns(2):
-                if any(isinstance(inner, FewAttacked) for inner in walk(part)):
+                if any(inner.splits_rounds for inner in walk(part)):
                     raise TypeError(
                         "FewAttacked inside another attack would attack all images at once: put "
                         "it around that attack, such as FewAttacked(GMSA(...))"

@@ -158,7 +158,7 @@ def suite_for(
         }
         if not defense.may_reject:
             return AttackSuite(kind, "transfer", ("gmsa_avg",), own)
-        # What rejects a round of attacked images may accept one among clean ones.
+        # A defense that rejects attacked rounds may accept an image among clean ones.
         own["one_attacked"] = FewAttacked(TransferFromStatic(pgd))
         return AttackSuite(kind, "transfer", ("gmsa_avg", "one_attacked"), own)
     # PGD climbs the loss that decides the prediction; a single network has but one.
