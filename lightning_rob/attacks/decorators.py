@@ -44,6 +44,9 @@ class AttackDecorator(Attack):
         for order, attacked, part in self.attack.turns(images):
             yield order, attacked, replace(self, attack=part)
 
+    def counted(self, y: Tensor) -> Tensor:
+        return self.attack.counted(y)
+
 
 @dataclass(frozen=True)
 class WithBackward(AttackDecorator):

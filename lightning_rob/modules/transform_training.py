@@ -163,7 +163,7 @@ class TransformTraining(RobustModule):
         if not (trainer.should_stop or trainer.fast_dev_run) and most != -1 and most < needed:
             raise MisconfigurationException(
                 f"trainer.max_epochs must be at least {needed}, {self.epochs} for each sub-model, "
-                f"or -1, got {most}; early stopping ends it earlier"
+                f"or -1, got {most}; for a shorter training change model.epochs too"
             )
         if (trainer.check_val_every_n_epoch, trainer.val_check_interval) != (1, 1.0):
             raise MisconfigurationException(
