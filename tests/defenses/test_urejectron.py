@@ -126,7 +126,6 @@ def test_descent_by_hand(net):
 # what an attacker sees
 
 
-@pytest.mark.rounding
 @pytest.mark.parametrize("tau", [0.0, None, 1.0])
 def test_the_adapted_model_rejects_as_it_does(net, tau):
     x, _ = blobs(False, 61)
@@ -138,7 +137,6 @@ def test_the_adapted_model_rejects_as_it_does(net, tau):
     assert torch.equal(seen[~rejected, :4].argmax(1), Single(net)(x)[~rejected].argmax(1))
 
 
-@pytest.mark.rounding
 def test_the_adapted_model_accepts_a_score_that_is_the_threshold(net):
     x, _ = blobs(False, 61)
     for tau in made(net).adapt(x, chance()).scores(x).tolist():
