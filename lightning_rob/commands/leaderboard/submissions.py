@@ -29,7 +29,7 @@ from lightning_rob.threat import Threat
 
 SCORES = "scores.json"
 CLEAN, USUAL, ADAPTS = "clean", "usual", "auto"
-ROUNDED = 0.02  # of the images: another processor may predict otherwise without noise
+ROUNDED = 0.02  # of the images on which another processor may differ; between SSE and AVX 0 of 800
 TIE = 1e-6
 DIFFERS = 0.01  # p below which scores of the same images are not the same defense's
 SUBMISSIONS = 10  # of one image, by an attacker who needs one wrong prediction
