@@ -215,7 +215,7 @@ class Attack(Counted, ABC):
         """
         yield torch.arange(images), images, self
 
-    def counted(self, y: Tensor) -> Tensor:
+    def aimed_at(self, y: Tensor) -> Tensor:
         """Return on which images [B] with labels [B] an error is a success of a rehearsal."""
         return torch.ones_like(y, dtype=torch.bool)
 

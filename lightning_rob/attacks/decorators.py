@@ -44,8 +44,8 @@ class AttackDecorator(Attack):
         for order, attacked, part in self.attack.turns(images):
             yield order, attacked, replace(self, attack=part)
 
-    def counted(self, y: Tensor) -> Tensor:
-        return self.attack.counted(y)
+    def aimed_at(self, y: Tensor) -> Tensor:
+        return self.attack.aimed_at(y)
 
 
 @dataclass(frozen=True)

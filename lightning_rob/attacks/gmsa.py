@@ -88,7 +88,7 @@ class GMSA(Attack):
         with evaluating(final) as copied, torch.no_grad():
             right = copied(x, generator).gather(1, y[:, None])
             loss = ObjectiveGradient(expected_ce).value(copied, x, y, generator)
-        counted = self.inner.counted(y)
-        right, loss = right[counted], loss[counted]
+        aims = self.inner.aimed_at(y)
+        right, loss = right[aims], loss[aims]
         # Errors decide; among equal ones the cross-entropy, averaged over draws and images, does.
         return final.adapted_model, (1 - float(right.double().mean()), float(loss.double().mean()))

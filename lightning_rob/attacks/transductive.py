@@ -110,8 +110,8 @@ class PartialBatchAttack(AttackDecorator):
         """Return which images [B] are z, for labels [B]."""
         return torch.arange(len(y), device=y.device) < round(self.clean * len(y))
 
-    def counted(self, y: Tensor) -> Tensor:
-        return super().counted(y) if self.all_count else ~self.is_clean(y)
+    def aimed_at(self, y: Tensor) -> Tensor:
+        return super().aimed_at(y) if self.all_count else ~self.is_clean(y)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         x_adv, z = x.clone(), self.is_clean(y)

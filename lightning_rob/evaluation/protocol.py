@@ -82,9 +82,7 @@ class AttackerDefenderSession:
             for order, attacked, part in attack.turns(len(x)):
                 # Turns are played instead of each other: all begin in the state before the round.
                 self.defenders[number], self.rehearsals[number] = [*before[0]], before[1]
-                round_ = (x[order], y[order], index[order])
-                rows = None if attacked == len(x) else order.to(x.device)
-                images, predicted = self._round(number, part, *round_, inferences, rows)
+                images, predicted = self._turn(number, part, x, y, index, order, inferences)
                 x_adv[order[-attacked:]] = images[-attacked:]
                 parts.append(predicted[:, -attacked:])
                 places.append(order[-attacked:])
@@ -93,23 +91,24 @@ class AttackerDefenderSession:
         shares = [share for share, _ in self.strategies]
         return perturbed[shares.index(max(shares))], torch.stack(expected).sum(0)
 
-    def _round(
+    def _turn(
         self,
         number: int,
         attack: Attack,
         x: Tensor,
         y: Tensor,
         index: Tensor,
+        order: Tensor,
         inferences: int,
-        rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Let one strategy attack a batch, and the defense adapt to it and predict."""
+        """Let one strategy attack a batch in some order, and the defense adapt and predict."""
+        x, y, index = x[order], y[order], index[order]
         images, defenders, found = index.tolist(), self.defenders[number], []
         # Networks may draw noise from torch's global stream; adaptation is in full float32 too.
         with seeded_global_rng(generator_of(*self.keys, GLOBAL, *images), x.device), in_float32():
             seen = defenders[0] if self.attacker_sees_state else self.rehearsals[number]
             noise = Streams.from_index(index, *self.keys, ATTACK)
-            noise.rows = rows  # what the attack sees of an image is noted at its place in the batch
+            noise.rows = order.to(x.device)  # where findings about an image are noted
             x_adv = attack(_as_made(seen), x, y, noise)
             check_within(attack, x_adv, x)
             for draw, defender in enumerate(defenders):

@@ -191,7 +191,7 @@ FORGED = {
     "certified": (lambda s: s.update(certified=7.0), "certified must be in [0, 1], got 7.0"),
     "infinite": (lambda s: s.update(prediction=float("inf")), "Out of range float"),
     "list": (lambda s: s["norms"].update(l2=[]), "TypeError"),
-    "weights": (lambda s: s.update(weights=[1]), ": "),
+    "weights": (lambda s: s.update(weights=[1]), "other weights: the scores are not of"),
     "nan_unused": (lambda s: s["norms"]["l2"].update(more=float("nan")), "Out of range float"),
 }
 ABOUT = {

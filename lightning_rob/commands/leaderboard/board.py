@@ -18,6 +18,7 @@ from lightning_rob.commands.leaderboard.submissions import (
     Protocol,
     Submission,
     read_protocol,
+    read_published,
     some_of,
 )
 from lightning_rob.commands.report.blocks import (
@@ -74,10 +75,11 @@ def run(
 ) -> None:
     """Write the leaderboard of a folder, after its submissions are scored and checked."""
     folder = Path(str(config.folder))
-    protocol = read_protocol(folder, config.beside)
+    protocol, published = read_published(config.beside) if config.beside else (None, [])
+    if protocol is None or (folder / "protocol.yaml").is_file():
+        protocol = read_protocol(folder)
     own = [Submission.read(path.parent) for path in sorted(folder.glob("*/submission.yaml"))]
-    # Before the own ones: a copy of what is published gets no rank.
-    found = [*(Submission.read_published(config.beside) if config.beside else ()), *own]
+    found = [*published, *own]  # a copy of what is published gets no rank
     if not own:
         raise InputError(f"{folder} has no folder with a submission.yaml")
     data = build(protocol.data)

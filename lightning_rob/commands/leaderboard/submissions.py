@@ -109,22 +109,6 @@ class Submission:
             found.reasons.append(visible(str(error)))
         return found
 
-    @classmethod
-    def read_published(cls, path: Path) -> list["Submission"]:
-        """Return the submissions whose scores are in a leaderboard.json."""
-        found = []
-        content = read_published(path)
-        try:
-            protocol = asdict(Protocol(**content["protocol"]))
-            for entry in content["submissions"]:
-                one = cls(path.parent / entry["folder"], **entry["about"])
-                one.scores = {"protocol": protocol, **entry["scores"]}
-                one.published = True
-                found.append(one)
-        except (KeyError, TypeError, ValueError) as error:
-            raise InputError(f"{path}: {type(error).__name__}: {error}") from error
-        return found
-
     def publish(self, protocol: Protocol) -> dict[str, Any]:
         """Return what a leaderboard.json holds of a ranked submission."""
         about = {key: getattr(self, key) for key in ("name", "paper", "seed", "training")}
@@ -304,27 +288,32 @@ def relative_time(defense: Defense, x: Tensor) -> float:
     return min(whole) / min(one)  # the fastest: other work only makes a run longer
 
 
-def read_protocol(folder: Path, beside: Path | None = None) -> Protocol:
-    """Return the protocol of a leaderboard, or of the published one where it has none."""
+def read_protocol(folder: Path) -> Protocol:
+    """Return the protocol of a leaderboard."""
     path = folder / "protocol.yaml"
     try:
-        if beside is not None and not path.is_file():
-            path = beside
-            return Protocol(**read_published(beside)["protocol"])
         return Protocol(**_content(path))
     except (TypeError, ValueError, AttributeError) as error:  # a value of another type
         raise InputError(f"{path}: {error}") from error
 
 
-def read_published(path: Path) -> dict[str, Any]:
-    """Return the content of a leaderboard.json."""
+def read_published(path: Path) -> tuple[Protocol, list[Submission]]:
+    """Return the protocol of a leaderboard.json, and the submissions whose scores it holds."""
+    found = []
     try:
         content = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}: {error}") from error
-    if not isinstance(content, dict) or not {"protocol", "submissions"} <= set(content):
-        raise InputError(f"{path} is no leaderboard.json with the scores of its submissions")
-    return content
+        protocol = Protocol(**content["protocol"])
+        for entry in content["submissions"]:
+            one = Submission(path.parent / entry["folder"], **entry["about"])
+            one.scores = {"protocol": asdict(protocol), **entry["scores"]}
+            one.published = True
+            found.append(one)
+    except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise InputError(
+            f"{path} is no leaderboard.json with the scores of its submissions: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return protocol, found
 
 
 def _content(path: Path) -> Any:
