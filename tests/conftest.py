@@ -19,9 +19,11 @@ gc.disable()
 
 # Files that compare images alone with images in a batch, or an algorithm with one written out.
 ROUNDING = {
-    *("arc", "arc_linear", "contract", "decorators", "deepfool", "gmsa", "members"),
-    *("pgd", "random_transforms", "rules", "taa", "targeted"),
-    *("transductive", "transductive_contract", "transform_ensemble", "urejectron"),
+    *("attacks/arc", "attacks/arc_linear", "attacks/contract", "attacks/decorators"),
+    *("attacks/deepfool", "attacks/gmsa", "attacks/members", "attacks/pgd", "attacks/taa"),
+    *("attacks/targeted", "attacks/transductive", "defenses/contract", "defenses/urejectron"),
+    *("defenses/random_transforms", "defenses/transductive_contract", "tests/rules"),
+    *("defenses/transform_ensemble", "transforms/contract"),
 }
 # Files with tests of several seconds, or that fork: one worker of `-n 2` begins with them, so that
 # it alone starts the server of the forks, and no long test is left at the end.
@@ -57,10 +59,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    def later(item: pytest.Item) -> bool:
-        return f"{item.path.parent.name}/{item.path.stem.removeprefix('test_')}" not in FIRST
+    def file(item: pytest.Item) -> str:
+        return f"{item.path.parent.name}/{item.path.stem.removeprefix('test_')}"
 
-    items.sort(key=later)
+    items.sort(key=lambda item: file(item) not in FIRST)
     for item in items:
-        if item.path.stem.removeprefix("test_") in ROUNDING:
+        if file(item) in ROUNDING:
             item.add_marker(pytest.mark.rounding)
