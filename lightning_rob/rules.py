@@ -146,8 +146,8 @@ def mean_logits(logits: Tensor, weights: Tensor) -> Tensor:
     return _votes(expectation(weights, logits))
 
 
-# Rules in the tables of votes, named as in Liao et al. (2020). With one draw each predicts its
-# largest logit, which `top2_majority_as_released` does not where two classes tie.
+# The rules in tables of votes; those of Liao et al. (2020) have the names of the paper. With one
+# draw each predicts its largest logit, which `top2_majority_as_released` does not where two tie.
 VOTING_RULES: dict[str, Rule] = {
     "RD": random_member,
     "MV": majority,

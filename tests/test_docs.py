@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import lightning_rob
+from lightning_rob import Threat, attacks
 from lightning_rob.cli import main
 from lightning_rob.evaluation.suites import PLUG_INS
 
@@ -49,6 +50,25 @@ def test_every_kind_of_defense_has_its_plug_in_on_the_page():
         assert f"`{Path(plug_in).stem}`" in table
     for kind in PLUG_INS:
         assert f"| `{kind}` |" in table
+
+
+def test_the_page_says_which_norms_attacks_take():
+    rows = PAGES["which_attack.md"].read_text().partition("| Attack | linf | l2 | l1 |")[2]
+    needed = {"PGD": (1, 0.1), "ARC": (1,)}  # arguments behind the threat
+    seen = 0
+    for names, *cells in re.findall(r"^\| (`.*?) \| (\w+) \| (\w+) \| (\w+) \|", rows, re.M):
+        for name in re.findall(r"`([A-Z]\w+)`", names):
+            if name == "MinimalNorm":  # takes what its inner attack takes
+                continue
+            for norm, cell in zip(("linf", "l2", "l1"), cells, strict=True):
+                try:
+                    getattr(attacks, name)(Threat(norm, 1.0), *needed.get(name, ()))
+                    found = "yes"
+                except ValueError:
+                    found = "no"
+                assert found == cell, f"{name} in {norm}"
+                seen += 1
+    assert seen >= 36
 
 
 @pytest.mark.parametrize("name", ["README.md", "evaluation.md"])

@@ -341,7 +341,7 @@ class Search:
         product = (both[..., 0] * both[..., 1]).sum()
         return float(product / both.square().sum((0, 1)).prod().sqrt().clamp_min(1e-30)) < AGREEING
 
-    def _candidates(self, views: list[SurrogateGradient]) -> Iterator[Attack]:
+    def _candidates(self, views: list[SurrogateGradient]) -> Iterator[SurrogateGradient]:
         yield from views
         yield _changed(views[0], objective=expected_ce)
 

@@ -20,7 +20,7 @@ from lightning_rob.evaluation.findings import (
     significant,
 )
 from lightning_rob.evaluation.power import Power, counted, finding_of
-from lightning_rob.evaluation.suites import DISSIMILARITY
+from lightning_rob.evaluation.suites import DISSIMILARITY, plug_in_for
 from lightning_rob.objectives import ce_of_rule
 
 RUGGED = 0.1  # of images that five starts break and as many steps from one start do not
@@ -32,7 +32,7 @@ MASKED = (
 )
 MADE_FOR = {  # each kind of defense
     "ensemble": "PGD on the loss of the rule by which it predicts",
-    "randomized": "ARC",
+    "randomized": "ARC or the climb",
     "random": "EoT on the linear loss with AggMo",
     "transformed": "PAA, and PGD through all members that have a gradient",
     "transductive": "GMSA",
@@ -141,7 +141,7 @@ def adaptive(target: AuditTarget, columns: Columns) -> Finding:
     values["gap"] = values["default"] - values["adaptive"]
     values["attacks"] = means(**{name: columns[name] for name in suite.adaptive})
     text = f"The default attack leaves {percent(default)}, those for its kind {percent(best)}."
-    recipe = f"--trainer.callbacks+={suite.plug_in}"
+    recipe = f"--trainer.callbacks+={plug_in_for(target.defense)}"
     if lacking:
         advice = f"Add {recipe}, and report what it leaves."
         return Finding("severe" if gain else "warning", f"{lacking} {text}", advice, values)

@@ -34,7 +34,7 @@ from lightning_rob.evaluation.records import (
     threat_model_card,
     versions,
 )
-from lightning_rob.evaluation.results import EvaluationResult, worst_measurement, worst_over
+from lightning_rob.evaluation.results import EvaluationResult, worst_measurement
 from lightning_rob.evaluation.store import KNOWN, PerImageResults
 from lightning_rob.evaluation.suites import plug_in_for
 from lightning_rob.runtime.errors import at_least
@@ -185,7 +185,7 @@ class RobustEval(EvaluationCallback):
             same_target.append(found)
         values: dict[str, float] = {}
         if full := finished.get(full_defense):
-            worst = worst_measurement(full, worst_over(full))
+            worst = worst_measurement(full)
             next(e for e in self.evaluations if e.result is full[-1]).rows.append(worst)
             # Modules of this package log the clean accuracy of a defense that does not adapt.
             if full[0].joint or not hasattr(pl_module, "defense"):

@@ -22,7 +22,7 @@ from lightning_rob.evaluation.records import append_records
 from lightning_rob.metrics import PerImage, robust_accuracy, wilson_over_draws
 from lightning_rob.objectives import check_logits
 from lightning_rob.randomness import Streams
-from lightning_rob.rules import VOTING_RULES, Rule
+from lightning_rob.rules import VOTING_RULES, Rule, abstains
 from lightning_rob.runtime.errors import at_least
 from lightning_rob.runtime.identity import attack_spec
 from lightning_rob.tables import CLEAN, print_votes
@@ -106,6 +106,10 @@ class VotingRuleEval(EvaluationCallback):
         if defense.transductive:
             kind = type(defense).__name__
             raise TypeError(f"{kind} adapts to the test batch: play games against it by RobustEval")
+        if defense.may_reject or any(map(abstains, self.rules.values())):
+            raise ValueError(
+                "a rejection is no vote: evaluate a defense that rejects by RobustEval"
+            )
         self.parts = {ALL: [list(range(len(defense.weights)))]} if self.ensembles is None else {}
         for name, members in (self.ensembles or {}).items():
             drawn = [tuple(_places(defense, members, seed + draw)) for draw in range(self.draws)]

@@ -246,7 +246,7 @@ class RobustCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         # Before hours of attacks.
-        self.minima = parse_thresholds(text) if (text := self.config.get("fail_under")) else {}
+        self.limits = parse_thresholds(text) if (text := self.config.get("fail_under")) else {}
 
     def before_fit(self) -> None:
         # Before a logger makes the run's folder.
@@ -279,7 +279,7 @@ class RobustCLI(LightningCLI):
         known = {f"robust/{name}" for name in (*attacks, "worst", "clean", "blind", "findings")}
         known |= {"robust/known_noise"} if self._measures_known_noise() else set()
         # A threshold for an attack that is not configured would be found missing after hours.
-        for name in self.minima if attacks else ():
+        for name in self.limits if attacks else ():
             short = name.removeprefix("test/")
             if short.startswith("robust/") and short not in known:
                 attack = short.removeprefix("robust/")
@@ -311,7 +311,7 @@ class RobustCLI(LightningCLI):
 
     def _check_thresholds(self, stage: str) -> None:
         logged = {key: float(value) for key, value in self.trainer.callback_metrics.items()}
-        for line in (lines := violations(self.minima, logged, stage)):
+        for line in (lines := violations(self.limits, logged, stage)):
             print(f"lightning-rob: {line}", file=sys.stderr)
         if lines:
             raise SystemExit(1)

@@ -1,4 +1,4 @@
-"""Limits of figures: accuracies not below a value, `blind` and the number of findings not above."""
+"""Limits of figures: least accuracies, most of `blind` and of findings."""
 
 import math
 from collections.abc import Mapping
@@ -10,38 +10,38 @@ FINDINGS = "robust/findings"  # their number, likewise
 
 
 def parse_thresholds(text: str) -> dict[str, float]:
-    """Return the minimum accuracy by metric name; the maximum of `blind`."""
-    minima = {}
+    """Return the limit of each figure by its name."""
+    limits = {}
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
         try:
-            minimum = float(value[:-1]) / 100 if value.endswith("%") else float(value)
+            limit = float(value[:-1]) / 100 if value.endswith("%") else float(value)
         except ValueError:
-            minimum = math.nan  # which is in no range
-        if not name or not 0 <= minimum <= 1:
+            limit = math.nan  # which is in no range
+        if not name or not 0 <= limit <= 1:
             raise ValueError(
                 f"a threshold is NAME=VALUE, from 0 to 1, such as robust/worst=0.40, got {part!r}"
             )
-        minima[name] = minimum
-    return minima
+        limits[name] = limit
+    return limits
 
 
-def violations(minima: Mapping[str, float], logged: Mapping[str, float], stage: str) -> list[str]:
-    """Describe each metric below its threshold, or `blind` above it, in one line."""
+def violations(limits: Mapping[str, float], logged: Mapping[str, float], stage: str) -> list[str]:
+    """Describe each figure beyond its limit in one line: accuracies must not be below it."""
     lines = []
-    for name, minimum in minima.items():
+    for name, limit in limits.items():
         short = name.removeprefix(f"{stage}/")
         key = f"{stage}/{BLIND if short == 'blind' else short}"
         if key not in logged:
             known = sorted(k.removeprefix(f"{stage}/") for k in logged if k.startswith(stage))
             raise ValueError(f"no figure {name} was measured, only {', '.join(known) or 'none'}")
         if key.endswith(FINDINGS):
-            if logged[key] > minimum:
-                lines.append(f"{name} is {logged[key]:g}, above {minimum:g}")
+            if logged[key] > limit:
+                lines.append(f"{name} is {logged[key]:g}, above {limit:g}")
         elif key.endswith(BLIND):
-            if not rounded_down(logged[key]) <= minimum:
-                lines.append(f"{name} is {logged[key]:.2%}, above {100 * minimum:g}%")
-        elif not logged[key] >= rounded_down(minimum):  # NaN violates a threshold, too
-            digits = 2 if round(logged[key] - minimum, 4) else 4  # enough to show the difference
-            lines.append(f"{name} is {logged[key]:.{digits}%}, below {100 * minimum:g}%")
+            if not rounded_down(logged[key]) <= limit:
+                lines.append(f"{name} is {logged[key]:.2%}, above {100 * limit:g}%")
+        elif not logged[key] >= rounded_down(limit):  # NaN violates a threshold, too
+            digits = 2 if round(logged[key] - limit, 4) else 4  # enough to show the difference
+            lines.append(f"{name} is {logged[key]:.{digits}%}, below {100 * limit:g}%")
     return lines

@@ -125,7 +125,7 @@ class EvaluationResult:
         Under an attack, and under "worst" over all attacks and no attack, it is its success.
         """
         if name == WORST:
-            return 1 - float(worst_over([self], fooled=True).scores.mean())
+            return 1 - float(worst_over([self], not_fooled=True).scores.mean())
         rejected = self.rejected(CLEAN) if name == CLEAN else 0.0  # elsewhere the scores hold it
         return 1 - float(self.per_image(name).double().mean()) - rejected
 
@@ -306,7 +306,7 @@ class EvaluationResult:
         images are the same.
         """
         if name == WORST:
-            return worst_measurement([self], self.worst)
+            return worst_measurement([self])
         details = {**self.details, "random": self.random, "interval_covers": self.covers}
         if found := [f for f in self.findings if f.values.get("attack", name) == name]:
             details["findings"] = [record(finding) for finding in found]
@@ -386,7 +386,7 @@ def _check_name(name: str, names: Sequence[str]) -> None:
         raise KeyError(f"no attack is called {name!r}: choose from {', '.join(names)}")
 
 
-def worst_over(results: Sequence[EvaluationResult], fooled: bool = False) -> Worst:
+def worst_over(results: Sequence[EvaluationResult], not_fooled: bool = False) -> Worst:
     """Return the scores under the strongest attack of several evaluations of one defense.
 
     Of a defense that adapts, evaluations by the protocol of the last one count: another protocol is
@@ -395,7 +395,7 @@ def worst_over(results: Sequence[EvaluationResult], fooled: bool = False) -> Wor
     results = _by_last_protocol(results)
     return worst_case(
         # `not_fooled` is for an attacker who may leave images as they are.
-        [(one.index, one.not_fooled if fooled else one.scores) for one in results],
+        [(one.index, one.not_fooled if not_fooled else one.scores) for one in results],
         random=any(result.random for result in results),
         joint=any(result.joint for result in results),
     )
@@ -406,10 +406,10 @@ def _by_last_protocol(results: Sequence[EvaluationResult]) -> list[EvaluationRes
     return [r for r in results if not r.joint or r.details.get("protocol") == protocol]
 
 
-def worst_measurement(results: Sequence[EvaluationResult], worst: Worst) -> Result:
+def worst_measurement(results: Sequence[EvaluationResult]) -> Result:
     """Return the row of the strongest attack over several evaluations of one defense."""
-    results = _by_last_protocol(results)
-    first, last = results[0], results[-1]
+    results, worst = _by_last_protocol(results), worst_over(results)
+    last = results[-1]
     details = {
         **last.details,
         "random": any(r.random for r in results),
@@ -419,14 +419,14 @@ def worst_measurement(results: Sequence[EvaluationResult], worst: Worst) -> Resu
     details |= {"findings": list(found.values())} if found else {}
     attacks = [(name, attack) for result in results for name, attack in result.attacks.items()]
     details |= {"over": [name for name, _ in attacks]}
-    if len(results) == 1 and not math.isnan(blind := first.blind(WORST)):
+    if len(results) == 1 and not math.isnan(blind := last.blind(WORST)):
         details["blind"] = blind
     if measuring := [one for one in results if one.rows.known_noise is not None]:
         known = measuring[-1].known_noise
         of = {"accuracy": known.accuracy, "interval": known.interval, "n": known.n}
         details[KNOWN] = of | {"ball": known.details["ball"]}
     if last.rows.rejected is not None:
-        details["accepted_wrong"] = 1 - float(worst_over(results, fooled=True).scores.mean())
+        details["accepted_wrong"] = 1 - float(worst_over(results, not_fooled=True).scores.mean())
     threats = {str(attack.threat): attack_spec(attack.threat) for _, attack in attacks}
     if len(threats) == 1:
         (details["ball"], details["threat"]), *_ = threats.items()

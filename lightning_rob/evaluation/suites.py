@@ -36,18 +36,19 @@ from lightning_rob.attacks.decorators import RandomCorners, RandomStart
 from lightning_rob.defenses import Defense, Ensemble, is_transform_ensemble, random_transforms_in
 from lightning_rob.objectives import (
     ce_of_mean_logits,
+    ce_of_mean_probs,
     ce_of_rule,
     expected_ce,
     linear,
     margin_of_rule,
 )
-from lightning_rob.rules import random_member
+from lightning_rob.rules import mean_logits, mean_probs, random_member
 from lightning_rob.threat import Threat
 
 DISSIMILARITY = 0.3  # the bound on PAA of Liao et al. (2020)
 PLUG_INS: dict[SuiteKind, str] = {
     "single": "callbacks/autoattack.yaml",
-    "ensemble": "callbacks/adaptive_pgd_logits.yaml",
+    "ensemble": "callbacks/adaptive_pgd.yaml",  # of votes: `plug_in_for` knows the other rules
     "randomized": "callbacks/climb.yaml",
     "random": "callbacks/rt_best.yaml",
     "transformed": "callbacks/votes_adaptive.yaml",
@@ -66,6 +67,9 @@ def plug_in_for(defense: Defense) -> str:
     kind = suite_kind(defense)
     if kind == "random" and not random_transforms_in(defense):
         return "callbacks/eot.yaml"  # the other one looks for random transforms
+    if kind == "ensemble" and defense.rule in (mean_logits, mean_probs):
+        loss = "logits" if defense.rule is mean_logits else "probs"
+        return f"callbacks/adaptive_pgd_{loss}.yaml"
     return PLUG_INS[kind]
 
 
@@ -87,7 +91,8 @@ def default_attacks(defense: Defense, threat: Threat) -> dict[str, Attack]:
     """Return the attacks that score a defense where the user names none.
 
     Adaptive PGD of 20 steps: on the expected loss, on the loss of the mean logits, and with five
-    restarts. For randomized ensembles ARC as in the paper, and the climb, which is the strongest.
+    restarts. For ensembles that average probabilities also on the loss of the mean; for randomized
+    ones ARC as in the paper, and the climb, which is the strongest.
     """
     if defense.transductive:
         raise ValueError(
@@ -105,6 +110,8 @@ def default_attacks(defense: Defense, threat: Threat) -> dict[str, Attack]:
     if threat.p == 1:  # where PGD is weak
         attacks["apgd"] = APGD(threat, SHORT, restarts=10, draws=draws)
     # Not `suite_kind`: boosting adds the other members later.
+    if isinstance(defense, Ensemble) and defense.rule is mean_probs:
+        attacks["adaptive_pgd_probs"] = replace(pgd, objective=ce_of_mean_probs)
     if isinstance(defense, Ensemble) and defense.rule is random_member and not threat.relative:
         attacks |= _on_members(threat, steps)
     return attacks
@@ -127,11 +134,6 @@ class AttackSuite:
     adaptive: tuple[str, ...]  # names of the attacks made for its kind
     attacks: dict[str, Attack]  # all attacks by name; "clean" is not among them
     averaged: Attack | None = None  # the default over draws (EoT); None where PGD does not apply
-
-    @property
-    def plug_in(self) -> str:
-        """The plug-in that runs the adaptive attacks, for advice."""
-        return PLUG_INS[self.kind]
 
     def within(self, threat: Threat) -> list[str]:
         """Return the names of the attacks of this threat, over which the worst case is taken."""

@@ -48,15 +48,16 @@ def worst_case(
 
     - Without randomness: the attack is chosen for each image (its minimum).
     - With it, and at least two inferences: for each image, on half of the inferences; the other
-      half gives the scores.
+      half gives the scores. Then the halves are swapped.
     - With one inference: once for all images, on every second image; the other images give the
-      scores.
+      scores. Then the halves are swapped.
     - Where predictions depend on the whole batch, once for all images: on half of the private
       draws if there are several, else by the lowest mean.
 
     Args:
-        tables: indices [N], rising, and scores [N, A, R] in R inferences of A columns: each attack,
-            and clean images, for an attacker may leave an image as it is.
+        tables: of each evaluation the indices [N], rising, and the scores [N, A, R] of A columns,
+            in R inferences or private draws. Clean images are a column beside the attacks, for an
+            attacker may leave an image as it is.
         random: whether predictions vary, so that a minimum of their scores would be too low.
         joint: whether predictions depend on the whole batch (transductive defenses).
 
@@ -71,7 +72,7 @@ def worst_case(
     if not (random or joint):
         scores, choice = means.amin(1, keepdim=True), "per-image minimum"
     elif all(part.shape[2] > 1 for part in parts):
-        scores, choice = _by_inferences(parts, joint)
+        scores, choice = _by_halves(parts, joint)
     elif joint or len(index) < 2:
         scores, choice = means[:, [_strongest(means)]], "attack with the lowest mean"
     else:
@@ -89,8 +90,8 @@ def _strongest(means: Tensor) -> int:
     return int(means.mean(0).argmin()) if len(means) else 0
 
 
-def _by_inferences(parts: list[Tensor], joint: bool) -> tuple[Tensor, str]:
-    """Choose by half of the inferences of scores [n, A, R], and take scores of the other half."""
+def _by_halves(parts: list[Tensor], joint: bool) -> tuple[Tensor, str]:
+    """Choose by half of the inferences or draws of scores [n, A, R], and score on the other."""
     first = [part[..., : part.shape[2] // 2] for part in parts]
     second = [part[..., part.shape[2] // 2 :] for part in parts]
     sides = [(first, second), (second, first)]

@@ -12,7 +12,7 @@ from lightning_rob.callbacks import VotingRuleEval
 from lightning_rob.callbacks.votes import print_votes
 from lightning_rob.defenses import DENT, TransformEnsemble
 from lightning_rob.evaluation.records import with_schema
-from lightning_rob.rules import VOTING_RULES, majority
+from lightning_rob.rules import VOTING_RULES, abstaining, majority
 from lightning_rob.threat import Threat
 from tests.attacks.common import NonFinite
 from tests.callbacks.test_cross_eval import study as evaluated
@@ -130,7 +130,13 @@ def test_dissimilarity_is_that_of_the_perturbation(ensemble):
     assert 0.1 < by_name["pgd"] <= 0.2 * (1 + 1e-5)
 
 
-def test_a_defense_that_adapts_is_refused():
+def test_a_defense_that_adapts_or_rejects_is_refused(ensemble):
+    agreeing = {"agreeing": abstaining(lambda logits, weights: majority(logits, weights))}
+    rejecting = TransformEnsemble(nets(3), NAMES)
+    rejecting.rejects = 3
+    for defense, rules in ((ensemble, agreeing), (rejecting, None)):
+        with pytest.raises(ValueError, match="a rejection is no vote"):
+            study(defense, VotingRuleEval({"pgd": WEAK}, rules))
     net = torch.nn.Sequential(torch.nn.BatchNorm2d(3), torch.nn.Flatten(), torch.nn.Linear(192, 4))
     with pytest.raises(TypeError, match="DENT adapts to the test batch"):
         study(DENT(net), VotingRuleEval({"pgd": WEAK}))

@@ -114,7 +114,7 @@ def test_deployed_commands_parse(tmp_path):
         assert command == "monitor"
         line = read_command_line("monitor", str(tmp_path), *args)
         config = line.options
-        assert config.minima == {"robust/worst": 0.4}
+        assert config.limits == {"robust/worst": 0.4}
         assert (config.serve, config.level) == (9108, 0.05)
         own = {arg.partition("=")[0].rstrip("+") for arg in line.args} - {"--trainer.accelerator"}
         assert own <= {f"--{name}" for name in MonitorConfig.__dataclass_fields__}

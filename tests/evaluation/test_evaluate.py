@@ -188,7 +188,7 @@ def test_the_worst_case_is_over_the_evaluations_by_the_last_protocol():
     assert float(worst_over(still).scores.mean()) == pytest.approx(0.1)
     worst = worst_over(found)
     assert float(worst.scores.mean()) == pytest.approx(0.4)
-    assert worst_measurement(found, worst).accuracy == pytest.approx(0.4)
+    assert worst_measurement(found).accuracy == pytest.approx(0.4)
 
 
 def test_a_rule_must_return_probabilities():

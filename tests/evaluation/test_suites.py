@@ -4,7 +4,9 @@ import copy
 
 import pytest
 import torch
+import yaml
 
+from lightning_rob import objectives
 from lightning_rob.attacks import ARC, GMSA, PGD, Budgeted, TransferFromStatic
 from lightning_rob.attacks.auto import Auto, suite_kind
 from lightning_rob.attacks.contexts import evaluating
@@ -16,9 +18,9 @@ from lightning_rob.defenses import (
     TransformEnsemble,
     URejectron,
 )
-from lightning_rob.evaluation.suites import default_attacks, suite_for
+from lightning_rob.evaluation.suites import default_attacks, plug_in_for, suite_for
 from lightning_rob.nets import SmallCNN
-from lightning_rob.rules import mean_logits
+from lightning_rob.rules import VOTING_RULES, mean_logits, random_member
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import GaussianNoise, HorizontalFlip, UniformNoise
 from tests.attacks.common import images, streams, trained_net
@@ -43,7 +45,7 @@ def test_the_suite_fits_the_defense():
     for kind, (defense, names) in kinds.items():
         suite = suite_for(defense, THREAT)
         assert (suite_kind(defense), suite.kind, suite.adaptive) == (kind, kind, names)
-        assert (ROOT / suite.plug_in).exists()
+        assert (ROOT / plug_in_for(defense)).exists()
     dent = DENT(SmallCNN(4, 3, 4))
     dent.rejects = 3
     for rejecting in (URejectron(net), dent):
@@ -53,6 +55,18 @@ def test_the_suite_fits_the_defense():
     for threat in (Threat(3), Threat("l2", 0.3, relative=True), Threat(eps=0)):
         with pytest.raises(ValueError, match="the suite needs linf, l2 or l1 and eps > 0"):
             suite_for(Single(TinyNet()), threat)
+
+
+@pytest.mark.parametrize("rule", [r for r in VOTING_RULES.values() if r is not random_member])
+def test_the_plug_in_that_is_advised_for_an_ensemble_is_made_for_its_rule(rule):
+    defense = Ensemble([TinyNet(), TinyNet()], rule=rule)
+    content = yaml.safe_load((ROOT / plug_in_for(defense)).read_text())
+    (attack,) = content["init_args"]["attacks"].values()
+    objective = attack["init_args"].get("objective", "expected_ce").rpartition(".")[2]
+    pgd = PGD(THREAT, 1, 0.1, objective=getattr(objectives, objective))
+    assert pgd.is_made_for("ensemble", rule)
+    attacks = default_attacks(defense, THREAT).values()  # of the monitor
+    assert any(attack.is_made_for("ensemble", rule) for attack in attacks)
 
 
 def test_default_attacks():

@@ -24,9 +24,9 @@ class MonitorConfig(CommandConfig):
 
     Args:
         run: folder, file, s3://… or mlflow:models/NAME@ALIAS; or first argument
-        suite: attacks such as rec_suite, one each time; else PGD, ARC as trained
+        suite: attacks such as rec_suite, one each time; else PGD, ARC, climb
         alarm: limits: an alarm below robust/worst=0.40,acc=0.80, above blind=0.02
-        drop: alarm if worst fell since last or best, p < N; significant: 0.05
+        drop: alarm if worst fell since last or best, adjusted p < N; significant: 0.05
         notify: POST alarms and recoveries to this URL
         serve: page, /metrics for Prometheus and /healthz at this port of localhost, such as 9108
         serve_host: address of that port
@@ -72,7 +72,7 @@ class MonitorConfig(CommandConfig):
             self.check_run()
         if not 0 < self.every < float("inf"):
             raise ValueError(f"--every must be above 0, got {self.every:g}")
-        _ = self.level, self.minima  # raise errors before anything is built
+        _ = self.level, self.limits  # raise errors before anything is built
         check_destinations(self.notify or ())
         if self.serve is None and self.serve_host != LOCAL:
             raise ValueError("--serve_host is for --serve, which is not given")
@@ -120,7 +120,7 @@ class MonitorConfig(CommandConfig):
         return self.out or beside or self.folder
 
     @property
-    def minima(self) -> dict[str, float]:
+    def limits(self) -> dict[str, float]:
         return parse_thresholds(",".join(self.alarm)) if self.alarm else {}
 
     @property

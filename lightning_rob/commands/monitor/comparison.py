@@ -45,7 +45,7 @@ class CheckpointResults:
 class Drop:
     """The difference in accuracy to an earlier checkpoint, as it is judged."""
 
-    to: str  # "last" or "best"
+    to: str  # "last", of those that had not fallen, or "best"
     since: str  # the earlier checkpoint
     before: float  # its accuracy under the strongest attack
     after: float  # accuracy of the judged checkpoint
@@ -127,16 +127,16 @@ def drops(
     previous: Sequence[CheckpointResults],
     judged_before: int | None = None,  # judgements of the history; None: by the previous alone
 ) -> list[Drop]:
-    """Compare a checkpoint with the last and the best before it, if there are enough images."""
+    """Compare a checkpoint with the last that had not fallen and the best, given enough images."""
     earlier = [other for other in previous if other.position <= current.position]
     earlier.sort(key=lambda other: other.position)  # evaluated in any order, the same is the best
     if not earlier or len(current.scores[0]) < MIN_IMAGES:
         return []
-    # The n-th judgement of a history takes the share 1 / (3.94 n^1.3) of the level, half of it for
-    # each comparison; the half of the best is spread over the k checkpoints of which it is the
-    # best. All shares sum to less than one, and half of each is for a rise, so the probability of a
-    # false alarm in a lifetime is below half the level, however the checkpoints depend on each
-    # other.
+    # The n-th judgement of a history takes the share 1 / (3.94 n^1.3) of the level. Half of it is
+    # for the last checkpoint. The other half is for the best, spread over the k checkpoints of
+    # which it is the best. All shares sum to less than one. p is two-sided, and half of each share
+    # is for a rise: a false alarm in a lifetime has a probability below half the level, however the
+    # checkpoints depend on each other.
     k, n = len(earlier), len(earlier) if judged_before is None else judged_before + 1
     factor = SHARES * n**FADING
     # A checkpoint that fell is no reference: the alarm stays until one recovers.
@@ -149,7 +149,7 @@ def drops(
 def _drop(to: str, before: CheckpointResults, after: CheckpointResults, factor: float) -> Drop:
     p = paired_p(*_common(before.scores, after.scores)[1:])
     accuracies = before.accuracies[WORST], after.accuracies[WORST]
-    test = "Gaffke, adjusted over the history"
+    test = "Gaffke, over the history"
     return Drop(to, before.checkpoint, *accuracies, p, min(1.0, factor * p), test)
 
 
@@ -161,7 +161,7 @@ def judged(config: MonitorConfig, history: History, suite: str, now: CheckpointR
     found = drops(now, previous, times)
     fields: Fields = {"change": change(before, now)} if before else {}
     fields |= {"drops": [asdict(drop) for drop in found]} if found else {}
-    fields |= {"limits": {"alarm": config.minima, "drop": config.level}}
+    fields |= {"limits": {"alarm": config.limits, "drop": config.level}}
     return fields | {"alarm": alarms(config, now, found)}
 
 
@@ -169,7 +169,7 @@ def alarms(config: MonitorConfig, current: CheckpointResults, found: Sequence[Dr
     """Describe violated thresholds and significant drops of a checkpoint."""
     return violated(config, current) + [
         f"robust/worst fell from {drop.before:.1%} ({drop.to}: {drop.since}) to {drop.after:.1%}, "
-        f"p = {drop.p_adjusted:.2g} ({drop.test})"
+        f"adjusted p = {drop.p_adjusted:.2g} ({drop.test})"
         for drop in found
         if drop.significant(config.level)
     ]
@@ -178,7 +178,7 @@ def alarms(config: MonitorConfig, current: CheckpointResults, found: Sequence[Dr
 def violated(config: MonitorConfig, current: CheckpointResults) -> list[str]:
     """Describe accuracies below their minimum, and too few images for a verdict."""
     accuracies = {tag(name): accuracy for name, accuracy in current.accuracies.items()}
-    found = violations(config.minima, accuracies | {tag("blind"): current.blind}, "monitor")
+    found = violations(config.limits, accuracies | {tag("blind"): current.blind}, "monitor")
     images = len(current.scores[0])
     if config.level is not None and images < MIN_IMAGES:
         found.append(
@@ -191,5 +191,5 @@ def final_alarms(config: MonitorConfig, history: History, suite: str) -> list[st
     """Describe violations of the current options by the last checkpoint, or that there is none."""
     if last := last_before(list(last_results(history, suite).values()), math.inf):
         return violated(config, last)
-    asked = [*config.minima, *([] if config.level is None else ["--drop"])]
+    asked = [*config.limits, *([] if config.level is None else ["--drop"])]
     return [f"no checkpoint was evaluated: no figure for {', '.join(asked)}"] if asked else []

@@ -233,7 +233,7 @@ class Watched:
                 loggers = built.trainer.loggers
                 suite = Suite(built)
                 known = {tag(name): 1.0 for name in (*suite.names, "blind")}
-                violations(self.config.minima, known, "monitor")  # raises for an unknown name
+                violations(self.config.limits, known, "monitor")  # raises for an unknown name
             except Exception as error:  # anybody may have made the file
                 failures[file.recipe] = error
                 continue

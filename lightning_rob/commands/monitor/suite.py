@@ -70,7 +70,7 @@ class Suite:
         pairs = [*zip(self.evaluations, results, strict=True)]
         full = [result for evaluation, result in pairs if evaluation.target is full_defense]
         worst = worst_over(full)
-        row = _on(full_defense, worst_measurement(full, worst))
+        row = _on(full_defense, worst_measurement(full))
         found = {WORST: (row, (worst.index, worst.scores))}
         # The full defense comes last: its clean images are the ones that stay.
         for evaluation, result in sorted(pairs, key=lambda pair: pair[0].target is full_defense):

@@ -21,7 +21,7 @@ from lightning_rob.commands.sweep import OF_DEFENSE, SweepConfig, Value
 from lightning_rob.commands.sweep.table import Row, SweepTable
 from lightning_rob.defenses import Defense, Ensemble
 from lightning_rob.evaluation.records import Result, append_records
-from lightning_rob.evaluation.results import WORST, worst_measurement, worst_over
+from lightning_rob.evaluation.results import WORST, worst_measurement
 from lightning_rob.plots import save
 from lightning_rob.runtime.errors import Fault, reason_of
 from lightning_rob.runtime.files import read_json_lines
@@ -206,7 +206,7 @@ def _measured(
         }
         found = result.measurements()
         if whole and result is whole[-1] and sum(len(one.attacks) for one in whole) > 1:
-            found.append(worst_measurement(whole, worst_over(whole)))
+            found.append(worst_measurement(whole))
         for one in found:
             if one.name != CLEAN or target is full_defense:
                 rows.setdefault(one.name, replace(one, details=one.details | own))
