@@ -35,7 +35,7 @@ from lightning_rob.attacks import (
 from lightning_rob.attacks.backward import entered
 from lightning_rob.cli.lightning_cli import RobustCLI
 from lightning_rob.commands.checkpoints import load_weights, read_checkpoint
-from lightning_rob.evaluation.protocol import evaluate_once, predictions
+from lightning_rob.evaluation.protocol import AttackerDefenderSession, predictions
 from lightning_rob.metrics import gradient_spread, student
 from lightning_rob.objectives import ce_of_mean_logits, ce_of_mean_probs, expected_ce, linear
 from lightning_rob.randomness import Streams
@@ -102,7 +102,8 @@ class Study(RobustCLI):
             if attack is None:
                 given = predictions(self.defense, x, Streams.from_index(index, 0), ANSWERS)
             else:
-                _, given = evaluate_once(attack, self.defense, x, y, index, 0, inferences=ANSWERS)
+                session = AttackerDefenderSession(attack, self.defense, 0)
+                _, given = session.step(x, y, index, ANSWERS)
             found.append(given.gather(2, y.expand(ANSWERS, -1)[..., None])[..., 0].T)
         return torch.cat(found)
 

@@ -17,7 +17,7 @@ from lightning_rob.callbacks.images import Images
 from lightning_rob.callbacks.loggers import log_picture, writing_folder
 from lightning_rob.defenses import Defense, Single, is_transform_ensemble
 from lightning_rob.evaluation.groups import Batch
-from lightning_rob.evaluation.protocol import evaluate_once
+from lightning_rob.evaluation.protocol import AttackerDefenderSession
 from lightning_rob.evaluation.records import append_records
 from lightning_rob.metrics import Transferability, TransferMatrix, transfer_ranking, wilson
 from lightning_rob.objectives import check_logits
@@ -103,9 +103,8 @@ class TransferMatrixEval(EvaluationCallback):
                 else:
                     target = Single(defense.classifiers[j], rejects=defense.rejects)
                 # Noise by the same keys as in `RobustEval`.
-                x_adv, _ = evaluate_once(
-                    alone, target, x, y, index, self.settings.seed, 0, *name.encode()
-                )
+                keys = (self.settings.seed, 0, *name.encode())
+                x_adv, _ = AttackerDefenderSession(alone, target, *keys).step(x, y, index)
                 found.append(self._predict(defense, x_adv, y, index))
                 self.advance(f"{name} on member {j + 1}", len(x))
             probabilities = torch.stack(found, 1)

@@ -14,7 +14,7 @@ from lightning_rob.callbacks.loggers import log_picture, writing_folder
 from lightning_rob.callbacks.progress import console_of
 from lightning_rob.defenses import Defense
 from lightning_rob.evaluation.groups import Batch
-from lightning_rob.evaluation.protocol import evaluate_once
+from lightning_rob.evaluation.protocol import AttackerDefenderSession
 from lightning_rob.evaluation.records import append_records
 from lightning_rob.metrics import robust_accuracy
 from lightning_rob.plots import GalleryRow, MemberPredictions, gallery, pixels, save
@@ -102,7 +102,8 @@ class Gallery(EvaluationCallback):
         """Return the perturbed images with their predictions, and the accuracy on them [B]."""
         if not len(x):
             return [], torch.zeros(0)
-        x_adv, _ = evaluate_once(attack, defense, x, y, index, self.settings.seed, side)
+        session = AttackerDefenderSession(attack, defense, self.settings.seed, side)
+        x_adv, _ = session.step(x, y, index)
         with evaluating(defense) as copied, torch.no_grad():
             logits = copied.logits(x_adv, Streams.from_index(index, self.settings.seed, side, 2))
         confidence, predicted = logits.softmax(-1).max(-1)

@@ -132,19 +132,6 @@ def _as_made(defense: Defense) -> Defense:
     return defense if defense.transductive else fresh(defense)
 
 
-def evaluate_once(
-    attack: Attack,
-    defense: Defense,
-    x: Tensor,
-    y: Tensor,
-    index: Tensor,
-    *keys: int,
-    inferences: int = 1,
-) -> tuple[Tensor, Tensor]:
-    """Return the outcome of the first `step` of an `AttackerDefenderSession`."""
-    return AttackerDefenderSession(attack, defense, *keys).step(x, y, index, inferences)
-
-
 def predictions(defense: Defense, x: Tensor, noise: Streams, inferences: int = 1) -> Tensor:
     """Return the probability of each class [R, B, K], in eval mode, a function of the noise."""
     parts = [noise, *(noise.fold_in(again) for again in range(1, inferences))]

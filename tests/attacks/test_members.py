@@ -5,7 +5,7 @@ import torch
 
 from lightning_rob.attacks import ARC, PGD, OnMember, RandomMember, Strongest
 from lightning_rob.defenses import Ensemble, Single
-from lightning_rob.evaluation.protocol import evaluate_once
+from lightning_rob.evaluation.protocol import AttackerDefenderSession
 from lightning_rob.metrics import robust_accuracy
 from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
@@ -39,7 +39,8 @@ def test_on_member_attacks_that_member_alone(ensemble, batch, member):
 def test_equation_62_by_hand(ensemble, batch):
     """sum_j alpha_j sum_i alpha_i [f_i(x + delta_j) = y], each delta_j found on f_j alone."""
     x, y, index = batch
-    _, (probs,) = evaluate_once(RandomMember(INNER), ensemble, x, y, index, 7)
+    session = AttackerDefenderSession(RandomMember(INNER), ensemble, 7)
+    _, (probs,) = session.step(x, y, index)
     expected = torch.zeros(len(x))
     for j, attacker in enumerate(PROBS):
         x_adv = OnMember(INNER, j)(ensemble, x, y, Streams.from_index(index, 7, 0))

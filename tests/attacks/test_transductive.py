@@ -21,7 +21,7 @@ from lightning_rob.attacks import (
 from lightning_rob.defenses import DENT, Ensemble, Single
 from lightning_rob.defenses.transductive import Transductive
 from lightning_rob.evaluation import RoundProtocol, evaluate
-from lightning_rob.evaluation.protocol import AttackerDefenderSession, evaluate_once
+from lightning_rob.evaluation.protocol import AttackerDefenderSession
 from lightning_rob.nets import SmallCNN
 from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
@@ -62,7 +62,7 @@ def test_the_first_images_stay(defense, clean, count, kept):
 def test_natural_corruption_of_the_rest(defense):
     x, y, index = batch()
     attack = PartialBatchAttack(INNER, 0.5, CommonCorruption(Brightness(2)))
-    x_adv, _ = evaluate_once(attack, defense, x, y, index, 0)
+    x_adv, _ = AttackerDefenderSession(attack, defense, 0).step(x, y, index)
     torch.testing.assert_close(x_adv[:10], Brightness(2)(x[:10]))
     assert float((x_adv[10:] - x[10:]).abs().max()) <= 16 / 255 + 1e-6
     assert attack.threat == Threat("linf", 1.0)
