@@ -53,16 +53,6 @@ class Report:
         for line in lines:
             console.print(line, highlight=False)
 
-    def markdown(self) -> str:
-        """Return the report as Markdown, for loggers that show text."""
-        rows = [f"| {r.name} | {r.details['ball']} | {r.accuracy:.1%} |" for r in self.results]
-        lines = [f"**{self.summary()}** {self.title}", "", "| attack | within | accuracy |"]
-        lines += ["|---|---|---|", *rows, ""]
-        for finding in self.findings:
-            advice = f" *{finding.advice}*" if finding.advice else ""
-            lines.append(f"- **{finding.severity}** {finding.name}: {finding.text}{advice}")
-        return "\n".join(lines)
-
     def json(self, metadata: Mapping[str, Any]) -> str:
         """Return the report as JSON, together with the metadata of the run."""
         content = {
