@@ -18,7 +18,7 @@ from lightning_rob.callbacks.images import Images, Inputs
 from lightning_rob.callbacks.progress import AttackProgress
 from lightning_rob.defenses import Defense
 from lightning_rob.evaluation.evaluate import as_defense
-from lightning_rob.evaluation.evaluator import EvaluationSettings
+from lightning_rob.evaluation.evaluator import EvaluationSettings, check_names
 from lightning_rob.evaluation.groups import GROUP_SIZE, Batch, Unpack
 from lightning_rob.randomness import own_streams
 from lightning_rob.runtime.errors import at_least
@@ -235,9 +235,10 @@ class EvaluationCallback(Callback, ABC):
 def with_threat(
     attacks: Mapping[str, Attack], eps: float | None, norm: Norm | None
 ) -> dict[str, Attack]:
-    """Return the attacks in balls of this radius and norm; None keeps their own."""
-    if eps is None:
-        if norm is not None:
-            raise ValueError(f"norm {norm} needs a radius in its units: give eps too")
-        return dict(attacks)
-    return {name: attack.rescaled(pixels(eps), norm) for name, attack in attacks.items()}
+    """Return the attacks in balls of this radius and norm, checked; None keeps their own."""
+    if eps is not None:
+        attacks = {name: attack.rescaled(pixels(eps), norm) for name, attack in attacks.items()}
+    elif norm is not None:
+        raise ValueError(f"norm {norm} needs a radius in its units: give eps too")
+    check_names(attacks)  # the radius too
+    return dict(attacks)

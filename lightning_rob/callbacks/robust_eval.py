@@ -19,11 +19,7 @@ from lightning_rob.callbacks.progress import console_of
 from lightning_rob.data.base import labelled_images
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.transductive import give_source
-from lightning_rob.evaluation.evaluator import (
-    AttackedBatch,
-    Evaluator,
-    check_names,
-)
+from lightning_rob.evaluation.evaluator import AttackedBatch, Evaluator
 from lightning_rob.evaluation.findings import warn_of
 from lightning_rob.evaluation.groups import Batch
 from lightning_rob.evaluation.protocol import RoundProtocol
@@ -106,9 +102,7 @@ class RobustEval(EvaluationCallback):
         **options: Any,
     ) -> None:
         at_least(0, power=power)
-        given = with_threat(attacks, eps, norm)
-        check_names(given)  # the radius too
-        super().__init__(given, **options)
+        super().__init__(with_threat(attacks, eps, norm), **options)
         self.settings = replace(
             self.settings,
             repeats=repeats,

@@ -71,14 +71,10 @@ class VotingRuleEval(EvaluationCallback):
         norm: Norm | None = None,
         **options: Any,
     ) -> None:
-        if not attacks:
-            raise ValueError("attacks must name at least one attack, got an empty dict")
-        if CLEAN in attacks:
-            raise ValueError("no attack can be called 'clean': that row has another meaning")
         at_least(1, draws=draws)
         patterns = ["*"] if only is None else only
         kept = {n: a for n, a in attacks.items() if any(fnmatchcase(n, p) for p in patterns)}
-        if not kept:
+        if attacks and not kept:
             raise ValueError(f"no attack is called {', '.join(patterns)}: {', '.join(attacks)}")
         super().__init__(with_threat(kept, eps, norm), **options)
         self.rules = rules or dict(VOTING_RULES)
