@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_rob.metrics.robust_accuracy import Drawn
+from lightning_rob.metrics.robust_accuracy import ImageMean
 
 NAMES = ("variance", "cosine", "agreement", "variance_of_nonzero")
 
@@ -33,23 +33,18 @@ def gradient_spread(gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return variance, cosine, agreement, torch.where(nonzero > 0, variance / nonzero, 0.0)
 
 
-class GradientSpread(Drawn):
+class GradientSpread(ImageMean):
     """The means of `gradient_spread` over all images."""
 
     higher_is_better = False
-    totals: Tensor
-    count: Tensor
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.add_state("totals", torch.zeros(4, dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
+        super().__init__(4, **kwargs)
 
     def update(self, gradients: Tensor) -> None:
         """Add a batch: gradients [n, B, …] of n >= 2 draws."""
-        self.totals += torch.stack(gradient_spread(gradients)).double().sum(1)
-        self.count += gradients.shape[1]
+        self.add(torch.stack(gradient_spread(gradients)))
 
     def compute(self) -> dict[str, Tensor]:
         """Return the means, named variance, cosine, agreement and variance_of_nonzero."""
-        return dict(zip(NAMES, (self.totals / self.count).float(), strict=True))
+        return dict(zip(NAMES, (self.total / self.count).float(), strict=True))

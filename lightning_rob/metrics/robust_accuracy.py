@@ -37,24 +37,36 @@ class Drawn(Metric):
         return self._plot(val, ax)
 
 
-class RobustAccuracy(Drawn):
+class ImageMean(Drawn):
+    """A mean over images, of numbers in the given shape."""
+
+    total: Tensor
+    count: Tensor
+
+    def __init__(self, *shape: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        # In float32 the sum over millions of images would stop growing.
+        self.add_state("total", torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
+
+    def add(self, values: Tensor) -> None:
+        """Add the numbers of a batch: [..., B]."""
+        self.total += values.double().sum(-1)
+        self.count += values.shape[-1]
+
+
+class RobustAccuracy(ImageMean):
     """The mean of `robust_accuracy`: exact expectation for a randomized ensemble, 0/1 else."""
 
     higher_is_better = True
     plot_upper_bound = 1.0
-    total: Tensor
-    count: Tensor
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        # In float32 the sum over millions of images would stop growing.
-        self.add_state("total", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
 
     def update(self, predictions: Tensor, y: Tensor) -> None:
         """Add a batch: predictions [B, K], labels [B]."""
-        self.total += robust_accuracy(predictions, y).double().sum()
-        self.count += len(y)
+        self.add(robust_accuracy(predictions, y))
 
     def compute(self) -> Tensor:
         """Return the mean over all images."""

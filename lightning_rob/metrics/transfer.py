@@ -1,13 +1,11 @@
 """Transfer between the members of an ensemble: does an attack on one member fool another?"""
 
-from abc import abstractmethod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric
 
-from lightning_rob.metrics.robust_accuracy import check_lengths
+from lightning_rob.metrics.robust_accuracy import ImageMean, check_lengths
 
 
 def transfer_matrix(predictions: Tensor, y: Tensor) -> Tensor:
@@ -82,50 +80,34 @@ def _shares(fooled: Tensor) -> Transfer:
     return Transfer(fooled / counts[:, None], counts)
 
 
-class _MemberPairs(Metric):
-    """Base class of the metrics over pairs of M members."""
-
-    is_differentiable = False
-    full_state_update = False
-    total: Tensor
-    count: Tensor
-
-    def __init__(self, members: int, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        zeros = torch.zeros(members, members, dtype=torch.float64)
-        self.add_state("total", zeros, dist_reduce_fx="sum")
-        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
-
-    def update(self, predictions: Tensor, y: Tensor) -> None:
-        """Add a batch: predictions [M, M, B, K], labels [B]."""
-        self.total += self._per_image(predictions, y).sum(-1)
-        self.count += len(y)
-
-    @abstractmethod
-    def _per_image(self, predictions: Tensor, y: Tensor) -> Tensor:
-        """Return the numbers that are summed over images, [M, M, B]."""
-
-
-class TransferMatrix(_MemberPairs):
+class TransferMatrix(ImageMean):
     """`transfer_matrix` of M members over all batches and processes; see `plots.heat_map`."""
 
     higher_is_better = True
 
-    def _per_image(self, predictions: Tensor, y: Tensor) -> Tensor:
-        return _correct(predictions, y)
+    def __init__(self, members: int, **kwargs: Any) -> None:
+        super().__init__(members, members, **kwargs)
+
+    def update(self, predictions: Tensor, y: Tensor) -> None:
+        """Add a batch: predictions [M, M, B, K], labels [B]."""
+        self.add(_correct(predictions, y))
 
     def compute(self) -> Tensor:
         """Return the accuracies over all images: [M, M] float64; a scalar if M is 1."""
         return self.total / self.count
 
 
-class Transferability(_MemberPairs):
+class Transferability(ImageMean):
     """`transferability` of M members over all batches and processes; see `plots.heat_map`."""
 
     higher_is_better = False
 
-    def _per_image(self, predictions: Tensor, y: Tensor) -> Tensor:
-        return _fooled_both(predictions, y)
+    def __init__(self, members: int, **kwargs: Any) -> None:
+        super().__init__(members, members, **kwargs)
+
+    def update(self, predictions: Tensor, y: Tensor) -> None:
+        """Add a batch: predictions [M, M, B, K], labels [B]."""
+        self.add(_fooled_both(predictions, y))
 
     def compute(self) -> Transfer:
         """Return the shares and counts over all images; scalars if M is 1."""
