@@ -12,17 +12,18 @@ def robust_accuracy(predictions: Tensor, y: Tensor) -> Tensor:
 
     It is 0 or 1, or between the two for a randomized ensemble; 0 if the prediction is non-finite.
     """
-    check_lengths(predictions, y)
-    return predictions.gather(1, y[:, None])[:, 0].nan_to_num(0.0, 0.0, 0.0)
+    return label_probability(predictions, y).nan_to_num(0.0, 0.0, 0.0)
 
 
-def check_lengths(predictions: Tensor, y: Tensor) -> None:
-    """Raise ValueError unless predictions [..., B, K] have a label [B] each."""
+def label_probability(predictions: Tensor, y: Tensor) -> Tensor:
+    """Return what predictions [..., B, K] give the labels [B]: [..., B]."""
     if predictions.dim() < 2 or y.shape != predictions.shape[-2:-1]:
         raise ValueError(
             "predictions [..., B, K] need labels [B], got "
             f"{list(predictions.shape)} and {list(y.shape)}"
         )
+    labels = y.expand(predictions.shape[:-1]).unsqueeze(-1)
+    return predictions.gather(-1, labels).squeeze(-1)
 
 
 class Drawn(Metric):

@@ -5,7 +5,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_rob.metrics.robust_accuracy import Drawn, check_lengths
+from lightning_rob.metrics.robust_accuracy import Drawn, label_probability
 from lightning_rob.rules import rejected_share
 
 Per = Literal["image", "prediction"]
@@ -72,8 +72,7 @@ def _sums(
         raise ValueError(
             f"clean must be a mask of {len(y)} images, got {clean.dtype} {list(clean.shape)}"
         )
-    check_lengths(predictions, y)
-    correct = predictions.gather(1, y[:, None])[:, 0].double()
+    correct = label_probability(predictions, y).double()
     rejected = rejected_share(predictions.double(), rejects, True)
     wrong = 1 - rejected - correct
     sums = torch.stack([rejected[clean].sum(), rejected.sum(), wrong.sum()])

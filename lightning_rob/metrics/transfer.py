@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_rob.metrics.robust_accuracy import ImageMean, check_lengths
+from lightning_rob.metrics.robust_accuracy import ImageMean, label_probability
 
 
 def transfer_matrix(predictions: Tensor, y: Tensor) -> Tensor:
@@ -20,7 +20,7 @@ def transfer_matrix(predictions: Tensor, y: Tensor) -> Tensor:
         [M, M] float64: entry [i, j] is the accuracy of member i on images that attack member j. The
         diagonal is each member's robustness; a high accuracy beside it is a failure to transfer.
     """
-    return _correct(predictions, y).mean(-1)
+    return label_probability(predictions, y).double().mean(-1)
 
 
 class Transfer(NamedTuple):
@@ -59,16 +59,9 @@ def transfer_ranking(accuracy: Tensor) -> list[int]:
     return others.sum(0).round(decimals=9).argsort(stable=True).tolist()
 
 
-def _correct(predictions: Tensor, y: Tensor) -> Tensor:
-    """Return the probability of the label, [..., B, K] -> [..., B]."""
-    check_lengths(predictions, y)
-    labels = y.expand(predictions.shape[:-1]).unsqueeze(-1)
-    return predictions.gather(-1, labels).squeeze(-1).double()
-
-
 def _fooled_both(predictions: Tensor, y: Tensor) -> Tensor:
     """Return the probability that an image fools source and target: [M, M, B, K] -> [M, M, B]."""
-    fooled = 1 - _correct(predictions, y)
+    fooled = 1 - label_probability(predictions, y).double()
     source = fooled.diagonal().permute(1, 0)[:, None]
     # Two members draw independently; a member that is fooled is fooled by that very draw.
     itself = torch.eye(len(fooled), dtype=torch.bool, device=fooled.device)[..., None]
@@ -90,7 +83,7 @@ class TransferMatrix(ImageMean):
 
     def update(self, predictions: Tensor, y: Tensor) -> None:
         """Add a batch: predictions [M, M, B, K], labels [B]."""
-        self.add(_correct(predictions, y))
+        self.add(label_probability(predictions, y))
 
     def compute(self) -> Tensor:
         """Return the accuracies over all images: [M, M] float64; a scalar if M is 1."""
