@@ -1,7 +1,6 @@
 """The audit of a defense: attacks by its kind, columns over all images, and all checks."""
 
 from collections.abc import Sequence
-from itertools import chain
 from operator import methodcaller
 from typing import Any
 
@@ -64,28 +63,22 @@ def audit(
         **options: see `AuditTarget`.
     """
     target = AuditTarget(defense, threat or Threat(), **options)
-    return build_report(target, lazy_columns(target, x, y, index), checks)
+    columns = LazyColumns(AuditBatch(target, x, y, index), measures(target))
+    return build_report(target, columns, checks)
 
 
-def lazy_columns(
-    target: AuditTarget, x: Tensor, y: Tensor, index: Tensor | None = None
-) -> LazyColumns:
-    """Return the columns [B] of a batch by name: scores under attacks, then `COLUMNS`."""
+def measures(target: AuditTarget) -> dict[str, Measure]:
+    """Return what measures each column, by name: scores, the attacks' power, then `COLUMNS`."""
     names = [*target.attacks, *target.half_columns]
     scores: dict[str, Measure] = {n: methodcaller("score", *n.split("/")) for n in names}
     for name, columns in target.power_columns.items():
         scores |= {column: methodcaller("power", name, i) for i, column in enumerate(columns)}
-    return LazyColumns(AuditBatch(target, x, y, index), scores | COLUMNS)
-
-
-def column_names(target: AuditTarget) -> list[str]:
-    """Return the names of all columns: scores under attacks, their power, then `COLUMNS`."""
-    return [*target.attacks, *target.half_columns, *chain(*target.power_columns.values()), *COLUMNS]
+    return scores | COLUMNS
 
 
 def measure(target: AuditTarget, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
-    """Return all columns of a batch: [B, len(column_names)]."""
-    columns, found = lazy_columns(target, x, y, index), []
+    """Return all columns of a batch, in the order of `measures`: [B, len(measures)]."""
+    columns, found = LazyColumns(AuditBatch(target, x, y, index), measures(target)), []
     for name in columns:
         try:
             found.append(columns[name])

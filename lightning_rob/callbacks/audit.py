@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_rob.audit.auditor import build_report, column_names, measure
+from lightning_rob.audit.auditor import build_report, measure, measures
 from lightning_rob.audit.report import Report
 from lightning_rob.audit.target import AuditTarget
 from lightning_rob.callbacks.base import EvaluationCallback
@@ -82,7 +82,7 @@ class RobustAudit(EvaluationCallback):
         target.progress = self.advance
         if target.transductive and not trainer.sanity_checking:
             give_source(target.defense, lambda: labelled_images(trainer))
-        self.table = PerImage(len(column_names(target))).to(pl_module.device)
+        self.table = PerImage(len(measures(target))).to(pl_module.device)
         self.found = None
         protocol, attacks = self.settings.protocol_for(target.defense), len(target.suite.attacks)
         return [Images(trainer, loaders, self.inputs, self.settings, protocol, attacks)]
@@ -98,7 +98,7 @@ class RobustAudit(EvaluationCallback):
     def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         target = self.target
         _, table = self.table.rows()
-        columns = dict(zip(column_names(target), table.unbind(1), strict=True))
+        columns = dict(zip(measures(target), table.unbind(1), strict=True))
         self.found = found = build_report(target, columns)
         values = {r.name: r.accuracy for r in found.results} | {"flags": float(len(found.flags))}
         for name, value in values.items():

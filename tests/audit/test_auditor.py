@@ -6,17 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_rob.audit.auditor import (
-    CHECKS,
-    audit,
-    build_report,
-    column_names,
-    lazy_columns,
-    measure,
-)
+from lightning_rob.audit.auditor import CHECKS, audit, build_report, measure, measures
 from lightning_rob.audit.strength import steps
-from lightning_rob.audit.target import AuditTarget
+from lightning_rob.audit.target import AuditBatch, AuditTarget
 from lightning_rob.defenses import DENT, Ensemble, Single, TransformEnsemble
+from lightning_rob.evaluation.columns import LazyColumns
 from lightning_rob.nets import SmallCNN
 from lightning_rob.rules import random_member
 from tests.audit.planted import IMAGES, LARGE, PLANTED, THREAT, Through, honest
@@ -74,7 +68,7 @@ def test_the_same_audit_twice_finds_the_same(nets, blobs):
 
 def test_a_check_alone_runs_what_it_needs(nets, blobs):
     target = AuditTarget(Single(nets[0]), THREAT)
-    columns = lazy_columns(target, *blobs)
+    columns = LazyColumns(AuditBatch(target, *blobs), measures(target))
     assert steps(target, columns).severity in ("fine", "note")
     assert set(columns.columns) == {"fgsm", "pgd", "longer"}
 
@@ -140,7 +134,7 @@ def test_a_check_in_which_the_network_fails_is_reported_and_stops_no_other():
     y = (net(x).argmax(1) + 1) % 4  # no attack has to look at an image that is left
     made = audit(Single(net), x, y, THREAT, steps=2, queries=5)
     target = AuditTarget(Single(net), THREAT, steps=2, queries=5)
-    columns = dict(zip(column_names(target), measure(target, x, y, index).unbind(1), strict=True))
+    columns = dict(zip(measures(target), measure(target, x, y, index).unbind(1), strict=True))
     for report in (made, build_report(target, columns)):
         failed = [finding for finding in report.flags if "could not be made" in finding.text]
         assert [finding.name for finding in failed] == ["batches"]
