@@ -213,8 +213,7 @@ class ImageData(LightningDataModule, ABC):
     def test_dataloader(self) -> DataLoader[Any]:
         return self._evaluation("test")
 
-    def predict_dataloader(self) -> DataLoader[Any]:
-        return self._evaluation("test")
+    predict_dataloader = test_dataloader
 
     def state_dict(self) -> dict[str, Any]:
         # Lightning's own count of epochs can run ahead of the sampler's.

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from lightning_rob.nets.normalize import CIFAR10_MEAN, CIFAR10_STD, Normalize
 from lightning_rob.nets.pooling import spatial_mean
-from lightning_rob.nets.resnet import stage
+from lightning_rob.nets.resnet import BasicBlock, stage
 
 GREY_STD = (0.3015,)  # the authors' value for MNIST, whose own is 0.3081
 
@@ -121,13 +121,13 @@ class DANNResNet18(nn.Module):
             nn.Conv2d(len(mean), width, 3, padding=1, bias=False),
             nn.BatchNorm2d(width),
             nn.ReLU(),
-            stage(width, width, 2, 1, "B"),
-            stage(width, 2 * width, 2, 2, "B"),
-            stage(2 * width, 4 * width, 2, 2, "B"),
+            stage(BasicBlock, width, width, 2, 1, "B"),
+            stage(BasicBlock, width, 2 * width, 2, 2, "B"),
+            stage(BasicBlock, 2 * width, 4 * width, 2, 2, "B"),
         )
-        self.layer4 = stage(4 * width, 8 * width, 2, 2, "B")
+        self.layer4 = stage(BasicBlock, 4 * width, 8 * width, 2, 2, "B")
         self.linear = nn.Linear(8 * width, classes)
-        self.discriminator = stage(4 * width, 8 * width, 2, 2, "B")
+        self.discriminator = stage(BasicBlock, 4 * width, 8 * width, 2, 2, "B")
         self.judge = nn.Linear(8 * width, 2)
 
     def features(self, x: Tensor) -> Tensor:

@@ -54,10 +54,12 @@ class BasicBlock(nn.Module):
         return self.relu2(residual + self.shortcut(x))
 
 
-def stage(inputs: int, width: int, blocks: int, stride: int, shortcut: str) -> nn.Sequential:
-    """Return some `BasicBlock`s, the first of which changes the shape."""
-    first = BasicBlock(inputs, width, stride, shortcut)
-    return nn.Sequential(first, *(BasicBlock(width, width, 1, shortcut) for _ in range(blocks - 1)))
+def stage(
+    block: type[nn.Module], inputs: int, width: int, blocks: int, stride: int, *options: Any
+) -> nn.Sequential:
+    """Return some blocks, the first of which changes the shape."""
+    first = block(inputs, width, stride, *options)
+    return nn.Sequential(first, *(block(width, width, 1, *options) for _ in range(blocks - 1)))
 
 
 def _kaiming(module: nn.Module) -> None:
@@ -96,9 +98,9 @@ class ResNet(nn.Module):
         self.conv1 = nn.Conv2d(len(mean), widths[0], 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(widths[0])
         self.relu1 = nn.ReLU()
-        self.layer1 = stage(widths[0], widths[0], blocks, 1, shortcut)
-        self.layer2 = stage(widths[0], widths[1], blocks, 2, shortcut)
-        self.layer3 = stage(widths[1], widths[2], blocks, 2, shortcut)
+        self.layer1 = stage(BasicBlock, widths[0], widths[0], blocks, 1, shortcut)
+        self.layer2 = stage(BasicBlock, widths[0], widths[1], blocks, 2, shortcut)
+        self.layer3 = stage(BasicBlock, widths[1], widths[2], blocks, 2, shortcut)
         self.linear = nn.Linear(widths[2], classes)
         self.apply(_kaiming)
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lightning_rob.nets.normalize import CIFAR10_MEAN, CIFAR10_STD, Normalize
 from lightning_rob.nets.pooling import spatial_mean
+from lightning_rob.nets.resnet import stage
 
 Activation = Literal["relu", "silu"]
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "silu": nn.SiLU}
@@ -62,13 +63,6 @@ class PreActBlock(nn.Module):
         return residual + skipped
 
 
-def _stage(inputs: int, width: int, blocks: int, stride: int, *options: Any) -> nn.Sequential:
-    first = PreActBlock(inputs, width, stride, *options)
-    return nn.Sequential(
-        first, *(PreActBlock(width, width, 1, *options) for _ in range(blocks - 1))
-    )
-
-
 def _kaiming(module: nn.Module) -> None:
     if isinstance(module, nn.Conv2d):
         nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -111,7 +105,7 @@ class WideResNet(nn.Module):
         self.conv1 = nn.Conv2d(len(mean), 16, 3, padding=1, bias=False)
 
         def block(inputs: int, width: int, stride: int) -> nn.Sequential:
-            layer = _stage(inputs, width, blocks, stride, activation, same, "wide")
+            layer = stage(PreActBlock, inputs, width, blocks, stride, activation, same, "wide")
             return nn.Sequential(OrderedDict(layer=layer))  # a name of the published checkpoints
 
         self.block1 = block(16, width, 1)
@@ -167,10 +161,10 @@ class PreActResNet18(nn.Module):
             raise ValueError(f"shortcut must be one of active, input, 3x3, got {shortcut!r}")
         self.normalize = Normalize(mean, std)
         self.conv1 = nn.Conv2d(len(mean), width, 3, padding=1, bias=False)
-        self.layer1 = _stage(width, width, 2, 1, activation, same, shortcut)
-        self.layer2 = _stage(width, 2 * width, 2, 2, activation, same, shortcut)
-        self.layer3 = _stage(2 * width, 4 * width, 2, 2, activation, same, shortcut)
-        self.layer4 = _stage(4 * width, 8 * width, 2, 2, activation, same, shortcut)
+        self.layer1 = stage(PreActBlock, width, width, 2, 1, activation, same, shortcut)
+        self.layer2 = stage(PreActBlock, width, 2 * width, 2, 2, activation, same, shortcut)
+        self.layer3 = stage(PreActBlock, 2 * width, 4 * width, 2, 2, activation, same, shortcut)
+        self.layer4 = stage(PreActBlock, 4 * width, 8 * width, 2, 2, activation, same, shortcut)
         self.bn = nn.BatchNorm2d(8 * width) if final_norm else nn.Identity()
         self.relu = ACTIVATIONS[activation]() if final_norm else nn.Identity()
         self.linear = nn.Linear(8 * width, classes)
