@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_rob.metrics.robust_accuracy import ImageMean
+from lightning_rob.metrics.robust_accuracy import ImageSums
 
 NAMES = ("variance", "cosine", "agreement", "variance_of_nonzero")
 
@@ -33,7 +33,7 @@ def gradient_spread(gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return variance, cosine, agreement, torch.where(nonzero > 0, variance / nonzero, 0.0)
 
 
-class GradientSpread(ImageMean):
+class GradientSpread(ImageSums):
     """The means of `gradient_spread` over all images."""
 
     higher_is_better = False

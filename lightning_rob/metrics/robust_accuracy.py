@@ -26,21 +26,12 @@ def label_probability(predictions: Tensor, y: Tensor) -> Tensor:
     return predictions.gather(-1, labels).squeeze(-1)
 
 
-class Drawn(Metric):
-    """A metric of sums over images, of which `plot` draws one result or several in a row."""
+class ImageSums(Metric):
+    """Sums over images, of numbers in the given shape, and the number of images."""
 
     is_differentiable = False
     full_state_update = False
     plot_lower_bound = 0.0
-
-    def plot(self, val: Any = None, ax: Any = None) -> Any:
-        """Draw a result, or several in a row; see `torchmetrics.Metric.plot`."""
-        return self._plot(val, ax)
-
-
-class ImageMean(Drawn):
-    """A mean over images, of numbers in the given shape."""
-
     total: Tensor
     count: Tensor
 
@@ -55,8 +46,12 @@ class ImageMean(Drawn):
         self.total += values.double().sum(-1)
         self.count += values.shape[-1]
 
+    def plot(self, val: Any = None, ax: Any = None) -> Any:
+        """Draw a result, or several in a row; see `torchmetrics.Metric.plot`."""
+        return self._plot(val, ax)
 
-class RobustAccuracy(ImageMean):
+
+class RobustAccuracy(ImageSums):
     """The mean of `robust_accuracy`: exact expectation for a randomized ensemble, 0/1 else."""
 
     higher_is_better = True

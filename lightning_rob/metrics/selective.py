@@ -5,7 +5,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_rob.metrics.robust_accuracy import Drawn, label_probability
+from lightning_rob.metrics.robust_accuracy import ImageSums, label_probability
 from lightning_rob.rules import rejected_share
 
 Per = Literal["image", "prediction"]
@@ -30,7 +30,7 @@ def selective_error(
         wrong predictions. Without images they are NaN.
     """
     _check(per)
-    return _errors(*_sums(predictions, y, clean, rejects), per)
+    return _errors(_sums(predictions, y, clean, rejects), len(y), per)
 
 
 def rejection_curves(
@@ -54,9 +54,8 @@ def rejection_curves(
     accepted = (scores.double() <= limits[:, None]).double()
     of_clean, of_all = clean.double(), torch.ones_like(scores, dtype=torch.float64)
     rejected = [(1 - accepted) @ mask for mask in (of_clean, of_all)]
-    sums = torch.stack([*rejected, accepted @ wrong.double()])
-    counts = torch.stack([clean.sum(), torch.ones_like(clean).sum()])
-    return _errors(sums, counts, per)
+    sums = [*rejected, accepted @ wrong.double(), of_clean.sum()]
+    return _errors(sums, len(scores), per)
 
 
 def _check(per: str) -> None:
@@ -64,10 +63,8 @@ def _check(per: str) -> None:
         raise ValueError(f"per must be of {get_args(Per)}, got {per!r}")
 
 
-def _sums(
-    predictions: Tensor, y: Tensor, clean: Tensor, rejects: int | None
-) -> tuple[Tensor, Tensor]:
-    """Sum up rejections of z, rejections of x~, errors: [3] float64; count z and x~: [2]."""
+def _sums(predictions: Tensor, y: Tensor, clean: Tensor, rejects: int | None) -> Tensor:
+    """Sum up rejections of z, rejections of x~, errors, and the images of z: [4] float64."""
     if clean.dtype != torch.bool or clean.shape != y.shape:
         raise ValueError(
             f"clean must be a mask of {len(y)} images, got {clean.dtype} {list(clean.shape)}"
@@ -75,42 +72,38 @@ def _sums(
     correct = label_probability(predictions, y).double()
     rejected = rejected_share(predictions.double(), rejects, True)
     wrong = 1 - rejected - correct
-    sums = torch.stack([rejected[clean].sum(), rejected.sum(), wrong.sum()])
-    return sums, torch.stack([clean.sum(), torch.ones_like(clean).sum()])
+    return torch.stack([rejected[clean].sum(), rejected.sum(), wrong.sum(), clean.sum().double()])
 
 
-def _errors(sums: Tensor, counts: Tensor, per: Per) -> tuple[Tensor, Tensor, Tensor]:
-    rejected_clean, rejected, wrong = sums
-    accepted = counts[1] - rejected
+def _errors(
+    sums: Tensor | list[Tensor], images: Tensor | int, per: Per
+) -> tuple[Tensor, Tensor, Tensor]:
+    rejected_clean, rejected, wrong, clean = sums
+    accepted = images - rejected
     # The authors' code divides by the accepted images, the paper's text by all.
-    error = wrong / counts[1]
+    error = wrong / images
     if per == "prediction":
         error = torch.where(accepted > 0, wrong / accepted, error * 0)  # NaN without images
-    return rejected_clean / counts[0], rejected / counts[1], error
+    return rejected_clean / clean, rejected / images, error
 
 
-class SelectiveError(Drawn):
+class SelectiveError(ImageSums):
     """`selective_error` over all batches and processes, with its `per` and `rejects`."""
 
     higher_is_better = False
     plot_upper_bound = 1.0
-    sums: Tensor
-    counts: Tensor
 
     def __init__(self, per: Per = "image", rejects: int | None = None, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+        super().__init__(4, **kwargs)
         _check(per)
         self.per: Per = per
         self.rejects = rejects
-        self.add_state("sums", torch.zeros(3, dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("counts", torch.zeros(2, dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, predictions: Tensor, y: Tensor, clean: Tensor) -> None:
         """Add a batch: predictions [B, K], labels [B], mask of the clean images [B]."""
-        sums, counts = _sums(predictions, y, clean, self.rejects)
-        self.sums += sums
-        self.counts += counts
+        self.total += _sums(predictions, y, clean, self.rejects)
+        self.count += len(y)
 
     def compute(self) -> dict[str, Tensor]:
         """Return the three shares, named rejected_clean, rejected and error."""
-        return dict(zip(NAMES, _errors(self.sums, self.counts, self.per), strict=True))
+        return dict(zip(NAMES, _errors(self.total, self.count, self.per), strict=True))

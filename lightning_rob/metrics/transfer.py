@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_rob.metrics.robust_accuracy import ImageMean, label_probability
+from lightning_rob.metrics.robust_accuracy import ImageSums, label_probability
 
 
 def transfer_matrix(predictions: Tensor, y: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ def _shares(fooled: Tensor) -> Transfer:
     return Transfer(fooled / counts[:, None], counts)
 
 
-class TransferMatrix(ImageMean):
+class TransferMatrix(ImageSums):
     """`transfer_matrix` of M members over all batches and processes; see `plots.heat_map`."""
 
     higher_is_better = True
@@ -90,7 +90,7 @@ class TransferMatrix(ImageMean):
         return self.total / self.count
 
 
-class Transferability(ImageMean):
+class Transferability(ImageSums):
     """`transferability` of M members over all batches and processes; see `plots.heat_map`."""
 
     higher_is_better = False
