@@ -25,7 +25,7 @@ from lightning_rob.evaluation.result_file import write_table
 from lightning_rob.evaluation.results import EvaluationResult
 from lightning_rob.metrics import PerImage
 from lightning_rob.objectives import check_labels
-from lightning_rob.randomness import Streams, seeded_global_rng
+from lightning_rob.randomness import Streams, own_streams
 from lightning_rob.rules import random_member
 from lightning_rob.runtime.errors import at_least
 from lightning_rob.tables import table_text
@@ -279,8 +279,7 @@ class Certifier:
         sigma, error = smoothed.sigma, sampling_error(x, smoothed.sigma)
         wanted = probability_for(np.array([*(self.radii or ())], dtype=float), sigma)
         # A network may draw from torch's own streams.
-        own = torch.Generator().manual_seed(self.seed)
-        with seeded_global_rng(own, x.device), evaluating(smoothed) as copied:
+        with own_streams(self.seed, x.device), evaluating(smoothed) as copied:
             votes = _votes(copied, x, streams, 0, SELECTION)
             check_labels(y, votes.shape[1])
             chosen = votes.argmax(1)

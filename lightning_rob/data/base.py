@@ -15,7 +15,7 @@ from lightning_rob.data.sampling import (
     every_image_once,
     resume_point,
 )
-from lightning_rob.randomness import Streams, derive_seed
+from lightning_rob.randomness import Streams, generator_of
 from lightning_rob.runtime.errors import at_least
 
 Augment = Callable[[Tensor], Any]  # to a Tensor; jsonargparse takes Tensor to mean a factory
@@ -161,7 +161,7 @@ class ImageData(LightningDataModule, ABC):
 
     def split_generator(self, *keys: int) -> torch.Generator:
         """Return a generator for the split; it depends on `split_seed`, not on `seed`."""
-        return torch.Generator().manual_seed(derive_seed(self.split_seed, *keys))
+        return generator_of(self.split_seed, *keys)
 
     def setup(self, stage: str | None = None) -> None:
         self._epoch = self._sampler = None  # Lightning loads a checkpoint after this

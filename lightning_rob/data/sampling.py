@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lightning_rob.randomness import derive_seed
+from lightning_rob.randomness import generator_of
 
 
 class ResumePoint(NamedTuple):
@@ -67,8 +67,8 @@ class EpochSampler(DistributedSampler[int]):
     def __iter__(self) -> Iterator[int]:
         assert isinstance(self.dataset, Sized)
         count = len(self.dataset)
-        generator = torch.Generator().manual_seed(derive_seed(self.seed, self.epoch))
-        order = torch.randperm(count, generator=generator).repeat(self.num_replicas)
+        order = torch.randperm(count, generator=generator_of(self.seed, self.epoch))
+        order = order.repeat(self.num_replicas)
         keys = order[self.rank : self.total_size : self.num_replicas] + self.epoch * count
         return iter(keys.tolist()[self.done if self.epoch == self.start.epoch else 0 :])
 

@@ -24,13 +24,7 @@ from lightning_rob.defenses.transductive import (
     shuffled,
     trainable,
 )
-from lightning_rob.randomness import (
-    Generator,
-    Streams,
-    derive_seed,
-    generator_from,
-    seeded_global_rng,
-)
+from lightning_rob.randomness import Generator, Streams, derive_seed, generator_from, own_streams
 from lightning_rob.runtime.errors import at_least
 from lightning_rob.runtime.identity import fingerprint
 
@@ -282,8 +276,7 @@ class FeatureStore:
         end, count = 0, (self.copies + 1) * len(source)
         for turn, index in progress_bar(todo, "RMC's training set"):
             # Keyed by turn and position: the same images in every process.
-            generator = torch.Generator().manual_seed(derive_seed(self.seed, turn, int(index[0])))
-            with seeded_global_rng(generator, device):
+            with own_streams(derive_seed(self.seed, turn, int(index[0])), device):
                 x, y = source.gather(index, self.augment)
                 x, y = x.to(device, torch.float32), y.to(device, torch.int64)
                 if turn and self.attack:

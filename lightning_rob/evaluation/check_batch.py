@@ -13,7 +13,7 @@ from lightning_rob.attacks.backward import entered
 from lightning_rob.defenses import Defense, is_transform_ensemble
 from lightning_rob.defenses.copies import fresh
 from lightning_rob.objectives import Objective, expected_ce, expected_margin
-from lightning_rob.randomness import Streams, derive_seed, seeded_global_rng
+from lightning_rob.randomness import Streams, derive_seed, own_streams
 
 DIRECTIONS = 4  # random corners, of each image; more where there are few images
 
@@ -69,8 +69,7 @@ class CheckBatch:
         """Yield the source of randomness of a part of the batch; seed torch's own streams by it."""
         noise = self.noise(key)[torch.arange(len(self.x), device=self.x.device)[rows]]
         # A network that draws from torch's global stream sees the same noise at every call too.
-        own = torch.Generator().manual_seed(derive_seed(noise.batch_key, *noise.keys.tolist()))
-        with seeded_global_rng(own, self.x.device):
+        with own_streams(derive_seed(noise.batch_key, *noise.keys.tolist()), self.x.device):
             yield noise
 
     def unknown(self) -> Tensor:

@@ -22,7 +22,7 @@ from lightning_rob.defenses.copies import changes, fresh, keep_changes, original
 from lightning_rob.evaluation.check_batch import CheckBatch
 from lightning_rob.evaluation.findings import many, mean
 from lightning_rob.objectives import expected_margin
-from lightning_rob.randomness import derive_seed, seeded_global_rng, uniform
+from lightning_rob.randomness import derive_seed, own_streams, uniform
 from lightning_rob.runtime.errors import NoGradientError
 
 Measure = Callable[[Any], Tensor]  # of a batch: a column [B]
@@ -330,6 +330,6 @@ class LazyColumns(Mapping[str, Tensor]):
         if name not in self.columns:
             measure, batch = self.measures[name], self.batch
             seed = derive_seed(batch.target.seed, *name.encode(), *batch.index.tolist())
-            with seeded_global_rng(torch.Generator().manual_seed(seed), batch.x.device):
+            with own_streams(seed, batch.x.device):
                 self.columns[name] = measure(batch).float()
         return self.columns[name]

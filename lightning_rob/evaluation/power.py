@@ -37,7 +37,7 @@ from lightning_rob.evaluation.groups import GROUP_SIZE
 from lightning_rob.evaluation.protocol import predictions
 from lightning_rob.metrics import clopper_pearson, robust_accuracy
 from lightning_rob.objectives import linear
-from lightning_rob.randomness import Streams, derive_seed, seeded_global_rng
+from lightning_rob.randomness import Streams, derive_seed, own_streams
 from lightning_rob.rules import rejected_share
 
 PASSED, TELLING = 0.95, 0.1  # rates of the attack, and of random search
@@ -249,8 +249,8 @@ class _Trial:
     @contextmanager
     def undisturbed(self) -> Iterator[Defense]:
         """Yield the defense as attacks see it, with global streams of its own."""
-        own = torch.Generator().manual_seed(derive_seed(*self.keys, *self.index.tolist()))
-        with seeded_global_rng(own, self.x.device), attacking(fresh(self.defense)) as defense:
+        seed = derive_seed(*self.keys, *self.index.tolist())
+        with own_streams(seed, self.x.device), attacking(fresh(self.defense)) as defense:
             yield defense
 
     def outcome(self) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_rob.attacks.contexts import evaluating
 from lightning_rob.defenses import Defense
 from lightning_rob.evaluation.records import Result, measured
-from lightning_rob.randomness import Streams, derive_seed, seeded_global_rng
+from lightning_rob.randomness import Streams, derive_seed, own_streams
 
 WORST = "worst"
 COMMON = "those that all attacks have"
@@ -119,8 +119,8 @@ def is_random(defense: Defense, x: Tensor, index: Tensor) -> bool:
 
     They are made in eval mode, with different noise, which is keyed by the images' indices [B].
     """
-    own = torch.Generator().manual_seed(derive_seed(*index.tolist()))  # of torch's own streams
-    with seeded_global_rng(own, x.device), evaluating(defense) as copied, torch.no_grad():
+    seed = derive_seed(*index.tolist())
+    with own_streams(seed, x.device), evaluating(defense) as copied, torch.no_grad():
         first, second = (copied.logits(x, Streams.from_index(index, key)) for key in (0, 1))
     largest = float(first.abs().nan_to_num(0.0, 0.0, 0.0).amax()) if first.numel() else 0.0
     same = torch.isclose(first, second, rtol=0.0, atol=ROUNDING * (1 + largest), equal_nan=True)

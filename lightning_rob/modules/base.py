@@ -19,7 +19,7 @@ from lightning_rob.defenses.transductive import give_source
 from lightning_rob.evaluation.groups import Batch, unpacked
 from lightning_rob.metrics import RobustAccuracy
 from lightning_rob.objectives import check_labels
-from lightning_rob.randomness import Streams, derive_seed
+from lightning_rob.randomness import Streams, derive_seed, generator_of
 
 LARGEST_BATCH = MOST_PROCESSES = 2**20  # for numbers of images that have no index
 
@@ -119,8 +119,7 @@ class RobustModule(LightningModule, ABC):
             index = counted * self.trainer.world_size + self.global_rank
         self._predicted += len(x)
         # A stream of the whole batch, from which an adapting defense learns as a whole.
-        private = torch.Generator().manual_seed(derive_seed(self.seed, *index.tolist()))
-        adapted = self.defense.adapt(x, private).eval()
+        adapted = self.defense.adapt(x, generator_of(self.seed, *index.tolist())).eval()
         return index, adapted(x, Streams.from_index(index, self.seed))
 
     def _score(self, stage: str, accuracy: RobustAccuracy, batch: Batch) -> None:

@@ -12,7 +12,7 @@ from lightning_rob.defenses.network import network_logits
 from lightning_rob.defenses.per_image import PerImageValues
 from lightning_rob.modules.joint import JointTraining
 from lightning_rob.objectives import classification_loss
-from lightning_rob.randomness import Generator, derive_seed
+from lightning_rob.randomness import Generator, generator_of
 from lightning_rob.rules import mean_probs
 from lightning_rob.threat import Length, Threat, pixels
 
@@ -142,7 +142,7 @@ class DVERGE(JointTraining):
 
     def layer(self) -> str:
         """Return the layer of the current epoch, drawn from the seed."""
-        generator = torch.Generator().manual_seed(derive_seed(self.seed, self.current_epoch))
+        generator = generator_of(self.seed, self.current_epoch)
         return self.layers[int(torch.randint(len(self.layers), (), generator=generator))]
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from lightning_rob.randomness import Generator, derive_seed, seeded_global_rng, uniform
+from lightning_rob.randomness import Generator, derive_seed, own_streams, uniform
 from lightning_rob.transforms.base import Transform
 
 PROBES = 100  # seeds tried until an augmentation of small probability changes an image
@@ -68,8 +68,7 @@ class FromKornia(Transform):
         return torch.cat([self._augmented(image, seed) for image, seed in images])
 
     def _augmented(self, x: Tensor, seed: int) -> Tensor:
-        own = torch.Generator().manual_seed(derive_seed(seed))
-        with seeded_global_rng(own, x.device):
+        with own_streams(derive_seed(seed), x.device):
             y = self.augmentation(x)
         if not isinstance(y, Tensor) or y.shape != x.shape:
             found = list(y.shape) if isinstance(y, Tensor) else type(y).__name__

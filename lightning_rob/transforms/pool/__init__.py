@@ -10,7 +10,7 @@ from typing import get_args
 
 import torch
 
-from lightning_rob.randomness import derive_seed
+from lightning_rob.randomness import generator_of
 from lightning_rob.runtime.errors import nearest
 from lightning_rob.transforms.base import Transform
 from lightning_rob.transforms.pool.filters import (
@@ -170,6 +170,6 @@ def _draw(word: str, count: str | None, seed: int) -> list[str]:
     names, wanted = WORDS[word], int(count or 0)
     if wanted > len(names):
         raise ValueError(f"there are {len(names)} {word} ones to draw from, got {wanted}")
-    generator = torch.Generator().manual_seed(derive_seed(seed, len(names)))
-    taken = set(torch.randperm(len(names), generator=generator)[:wanted].tolist())
+    order = torch.randperm(len(names), generator=generator_of(seed, len(names)))
+    taken = set(order[:wanted].tolist())
     return [name for index, name in enumerate(names) if index in taken]
