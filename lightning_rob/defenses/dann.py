@@ -1,13 +1,13 @@
 """DANN: a network whose features do not separate the test images from the training images."""
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_rob.defenses.transductive import (
+    Losses,
     Retraining,
     Source,
     SourceData,
@@ -78,9 +78,7 @@ class DANN(Retraining):
             raise ValueError(f"scale must not be negative, got {scale}")
         self.scale = scale
 
-    def losses(
-        self, net: nn.Module, x: Tensor, generator: torch.Generator
-    ) -> Iterator[tuple[Tensor, bool]]:
+    def losses(self, net: nn.Module, x: Tensor, generator: torch.Generator) -> Losses:
         # The labels of the test images are never read.
         target = Source((x, x.new_full((len(x),), -1, dtype=torch.long)))
         for epoch in progress_bar(range(self.epochs), "DANN"):

@@ -1,7 +1,7 @@
 """TADV: adversarial retraining from fresh private randomness."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_rob.defenses.base import Defense, Single
 from lightning_rob.defenses.transductive import (
+    Losses,
     Retraining,
     SourceData,
     progress_bar,
@@ -55,9 +56,7 @@ class TADV(Retraining):
         self.attack = attack
         self.fraction = fraction
 
-    def losses(
-        self, net: nn.Module, x: Tensor, generator: torch.Generator
-    ) -> Iterator[tuple[Tensor, bool]]:
+    def losses(self, net: nn.Module, x: Tensor, generator: torch.Generator) -> Losses:
         if self.attack is None:
             raise ValueError(
                 "TADV trains on adversarial images: give it an attack, such as "

@@ -22,6 +22,7 @@ T = TypeVar("T")
 SourceData = tuple[Tensor, Tensor] | Dataset[Any]
 Augment = Callable[[Tensor], Any]
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+Losses = Iterator[tuple[Tensor, bool]]  # of each step, and whether it is the last of its epoch
 
 
 class Source:
@@ -186,9 +187,7 @@ class Retraining(Transductive):
         return self.copy_with(adapted=net.eval().requires_grad_(False))
 
     @abstractmethod
-    def losses(
-        self, net: nn.Module, x: Tensor, generator: torch.Generator
-    ) -> Iterator[tuple[Tensor, bool]]:
+    def losses(self, net: nn.Module, x: Tensor, generator: torch.Generator) -> Losses:
         """Yield the loss of each step, and whether the step is the last one of its epoch."""
 
 

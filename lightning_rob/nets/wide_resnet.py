@@ -46,12 +46,10 @@ class PreActBlock(nn.Module):
             pad, padding = _padding(stride, same)
             conv = nn.Conv2d(inputs, width, 3, stride=stride, padding=padding, bias=False)
             self.shortcut = nn.Sequential(pad, conv)
+        elif shortcut == "wide":
+            self.convShortcut = nn.Conv2d(inputs, width, 1, stride=stride, bias=False)
         else:
-            conv = nn.Conv2d(inputs, width, 1, stride=stride, bias=False)
-            if shortcut == "wide":
-                self.convShortcut = conv
-            else:
-                self.shortcut = nn.Sequential(conv)
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, width, 1, stride=stride, bias=False))
 
     def forward(self, x: Tensor) -> Tensor:
         active = self.relu1(self.bn1(x))
