@@ -1,4 +1,4 @@
-"""The run's folder under any logger, and pictures and texts for the loggers that take them."""
+"""The run's folder under any logger, and pictures for the loggers that take them."""
 
 from pathlib import Path
 
