@@ -53,13 +53,13 @@ def contestants(net):
             x, Streams.from_index(torch.arange(IMAGES, device=x.device), next(noise)), DRAWS
         )
 
-    copy, batch, image = (RandomTransforms(net, kinds, SIZE, DRAWS) for _ in range(3))
-    batch.shared_order, image.shared_order = "batch", True  # as SurrogateTransforms sets them
+    batch = RandomTransforms(net, kinds, SIZE, DRAWS)
+    batch.shared_order = "batch"  # as SurrogateTransforms(shared_order="batch") does for an attack
     return {
         "floor": lambda x: net(x.repeat(DRAWS, 1, 1, 1)),
-        "order per copy": ours(copy),
+        "order per copy": ours(RandomTransforms(net, kinds, SIZE, DRAWS)),
         "order per batch": ours(batch),
-        "order per image": ours(image),
+        "order per image": ours(RandomTransforms(net, kinds, SIZE, DRAWS, shared_order=True)),
         "copy by copy": ours(OneByOne(net, kinds, SIZE, DRAWS)),
         "kornia, 14 of 19": lambda x: peer(x.repeat(DRAWS, 1, 1, 1)),
     }

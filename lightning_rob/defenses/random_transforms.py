@@ -33,6 +33,8 @@ class RandomTransforms(Defense):
         draws: n, the number of copies per prediction; attacks and training may draw others.
         rule: turns the logits of the copies into a prediction: `mean_probs`, `majority` or
             `mean_logits`.
+        shared_order: all copies of an image go through the same transforms in the same order, with
+            different parameters: an attacker's variance reduction, see `SurrogateTransforms`.
         gradients: gradient of the transforms: "exact"; "identity"; "straight_through", exact where
             there is one, else the identity; "bpda", that of the networks in `approximations`; or
             "combo", exact where there is one, else by network. The images are the same.
@@ -53,6 +55,7 @@ class RandomTransforms(Defense):
         size: int,
         draws: int,
         rule: Rule = mean_probs,
+        shared_order: bool = False,
         gradients: Gradients = "exact",
         approximations: Mapping[str, nn.Module] | str | None = None,
         released_code: bool = False,
@@ -69,7 +72,11 @@ class RandomTransforms(Defense):
             raise ValueError(f"size must be 1 … {len(self.transforms)} transforms, got {size}")
         self.size = size
         self.draws = draws
-        self.shared_order: Shared = False  # of attacks alone, by `SurrogateTransforms`
+        if shared_order not in (True, False):  # "batch" is for attacks: images must be independent
+            raise ValueError(
+                f"shared_order must be True or False, got {shared_order!r}: see SurrogateTransforms"
+            )
+        self.shared_order: Shared = shared_order
         self.released_code = released_code
         self.folder = approximations if isinstance(approximations, str) else None
         self.approximations: dict[str, nn.Module] = {}  # a dict: neither trained nor saved

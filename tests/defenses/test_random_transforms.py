@@ -121,8 +121,7 @@ def test_released_swirl_is_the_released_formula():
 
 
 def test_shared_order_is_shared_by_the_copies_of_an_image_and_not_by_images():
-    rt = defense([*FLIPS, Sobel(), Affine()], size=2)
-    rt.shared_order = True  # as SurrogateTransforms sets it for an attack
+    rt = defense([*FLIPS, Sobel(), Affine()], size=2, shared_order=True)
     order = rt._orders(torch.rand(60, 1), 20, None).view(3, 20, 2)
     assert (order == order[0]).all()
     assert len(set(map(tuple, order[0].tolist()))) > 3
@@ -133,7 +132,7 @@ def test_shared_order_is_shared_by_the_copies_of_an_image_and_not_by_images():
 
 def seen_as_batch(kinds, **options):
     rt = defense(kinds, **options)
-    rt.shared_order = "batch"
+    rt.shared_order = "batch"  # as SurrogateTransforms sets it for an attack
     return rt
 
 
