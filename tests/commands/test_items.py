@@ -188,6 +188,10 @@ def test_the_attack_that_fails_is_named():
     assert failed.value.__notes__ == ["under the attack 'bad'"]
 
 
+def called(*_, **__):
+    CALLS.append(1)
+
+
 def test_lightning_calls_nothing_that_a_checkpoint_names(tmp_path):
     """The advice of docs/yours.md: `load_from_checkpoint`; Lightning 2.6.5 called the function."""
     named = {"_instantiator": f"{__name__}.called", "anything": 1}

@@ -121,6 +121,21 @@ def halves(count, of_target, chance):
     return x.clamp(0, 1), y
 
 
+def test_what_is_true_of_the_source_only_is_not_trusted():
+    """Plain training on the source trusts it, and is little better than guessing on the target."""
+    chance = generator()
+    source, (x, y) = halves(256, False, chance), halves(256, True, chance)
+    net = TinyDANN(inputs=64, classes=2, width=32)
+    right = {}
+    for scale in (0.0, 0.2):
+        settings = {"epochs": 50, "batch_size": 64, "scale": scale, "optimizer": fast}
+        final = DANN(net, source, **settings).adapt(x, generator())
+        right[scale] = float((final(x).argmax(1) == y).float().mean())
+        assert (final(source[0]).argmax(1) == source[1]).float().mean() > 0.95
+    assert right[0.0] < 0.75
+    assert right[0.2] > 0.9
+
+
 def test_the_cifar_recipe_is_the_papers(monkeypatch, tmp_path):
     """SGD, a tenth at epochs 50, 75 and 90, batches of 64, crops and flips (appendix A.4.2)."""
     from lightning_rob.cli.lightning_cli import RobustCLI

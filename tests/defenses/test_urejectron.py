@@ -54,6 +54,15 @@ def auc(defense: URejectron, known: torch.Tensor, tests: torch.Tensor) -> float:
     return float(binary_auroc(scores, torch.arange(len(scores)) >= len(known)))
 
 
+def test_obvious_shift_is_seen_and_rejected(net):
+    x, _ = blobs(False, 96)
+    other, _ = blobs(True, 192)
+    final = made(net, epochs=15).adapt(1 - x, chance())
+    assert auc(final, other[96:], 1 - x) > 0.99
+    assert float(final(1 - x).sum()) <= 2
+    assert float((final(other[96:]).sum(1) == 0).float().mean()) < 0.05
+
+
 # predictions
 
 
