@@ -71,7 +71,8 @@ DIGITS = {  # name -> paper, recipe and mix-ins, epochs (of each of the stages),
     # After its only epoch a sub-model is validated on two images: on more by all that there are it
     # would cost as many passes as the training.
     "Athena, all 73": ("Meng et al. 2020", "athena_pool_digits", 1, [
-        "--data.eval_batch_size=2", "--trainer.limit_val_batches=1", "--trainer.limit_train_batches=0.97"]),
+        "--data.eval_batch_size=2", "--trainer.limit_val_batches=1",
+        "--trainer.limit_train_batches=0.97"]),
 }  # fmt: skip
 EPS = "8/255"  # of attacks in training on photographs
 

@@ -155,17 +155,6 @@ def test_a_stand_in_serves_networks_of_any_precision(dtype):
     assert found.dtype == dtype and not torch.equal(found, x.to(dtype))
 
 
-class Noise(nn.Module):
-    """Noise of the network's own, before its first layer."""
-
-    def __init__(self, net):
-        super().__init__()
-        self.net = net
-
-    def forward(self, x):
-        return self.net(x + 0.2 * torch.randn_like(x))
-
-
 def waved(x):
     """Waves of short length: slopes say nothing of the next wave."""
     return x + 0.1 * torch.sin(997 * x)

@@ -17,7 +17,6 @@ __all__ = ["ensemble"]
 THREAT = Threat("linf", 28 / 255)
 WEAK = PGD(THREAT, steps=2, step_size=14 / 255, random_start=False)
 STRONG = PGD(THREAT, steps=10, step_size=8 / 255, random_start=False)
-BELOW = PGD(Threat("linf", 0.01), steps=1, step_size=0.01, random_start=False)
 
 
 class Named(Blobs):

@@ -36,7 +36,6 @@ def record(kind, name, **fields):
 
 LINF = spec("Threat", norm="linf", eps=8 / 255, bounds=[0.0, 1.0], relative=False)
 L2 = spec("Threat", norm="l2", eps=0.5, bounds=[0.0, 1.0], relative=False)
-GALLERY = record("gallery", "gallery")
 HOSTILE = "<script>alert(1)</script>|*x*$\\frac$"
 
 

@@ -221,11 +221,6 @@ def test_adaptation_is_the_same_wherever_it_happens(name):
     assert torch.equal(x_adv, attack(expected.adapted_model, x, y))
 
 
-def darker(image):
-    """An augmentation that draws."""
-    return image * torch.rand(())
-
-
 @pytest.mark.parametrize("name", ["dent", "rmc"])
 def test_autoattack_goes_through_the_adapting_network(name):
     defense, (x, y) = ADAPTING[name](trained()), images(6)

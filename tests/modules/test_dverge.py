@@ -16,10 +16,6 @@ from tests.modules.support import ConvNet, Spy, batch
 from tests.tiny import TinyNet
 
 
-def distance(net, layer, a, b):
-    return (features(net, layer, a) - features(net, layer, b)).square().sum(1).detach()
-
-
 def test_distillation_takes_steps_of_its_gradients_sign():
     torch.manual_seed(0)
     net = TinyNet().eval()
