@@ -48,6 +48,10 @@ def unknown_class(name: str) -> str:
     known, short = {*classes(), *plugins()}, name.rpartition(".")[2]
     if short in known and name in (short, f"lightning_rob.{short}"):
         return f"{short} is of another kind than what is wanted here"
+    for module in ("rules", "objectives"):
+        source = (Path(__file__).parents[1] / f"{module}.py").read_text("utf-8")
+        if re.search(rf"^def {re.escape(short)}\(", source, re.M):
+            return f"{name!r} is written lightning_rob.{module}.{short}"
     hint = nearest(short, known, ": lightning-rob recipes lists plug-ins")
     return f"nothing here is called {name!r}{hint}"
 

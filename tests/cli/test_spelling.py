@@ -49,6 +49,8 @@ NESTED = [  # deeper classes and arguments, which jsonargparse refuses
     ([*DEMO, "--model.attack.threat.esp=0.1"], "no option threat.esp, did you mean eps?"),
     ([*DEMO, "--model.attack=PDG"], "nothing here is called 'PDG', did you mean PDGD or PGD?"),
     ([*DEMO, "--model=ZooNet"], "ZooNet is of another kind than what is wanted here"),
+    (["fit", "--config=athena_digits", "--model.rule=majority"], "lightning_rob.rules.majority"),
+    ([*DEMO, "--model.attack.objective=linear"], "lightning_rob.objectives.linear"),
     ([*DEMO, "--model.attack.help=PDG"], "nothing here is called 'PDG', did you mean PDGD or PGD?"),
     ([*DEMO, "--trainer.callbacks+=gone/pgd.yaml"], "there is no file gone/pgd.yaml; write pgd"),
 ]
