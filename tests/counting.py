@@ -59,3 +59,23 @@ class Counting(nn.Module):
         else:
             self.evaluated.append(len(x))
         return self.inner(x)
+
+
+def kept_for_gradients(work):
+    """Run work to its end and return the bytes that autograd keeps for its first gradient."""
+    storages, counting = {}, True
+
+    def pack(value):
+        if counting:
+            storage = value.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+        return value
+
+    def unpack(value):
+        nonlocal counting
+        counting = False  # the first backward pass has begun
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        work()
+    return sum(storages.values())
