@@ -327,3 +327,9 @@ def ce_of_rule(rule: Rule) -> Objective:
 def margin_of_rule(rule: Rule) -> Objective:
     """Return the margin that decides a rule's prediction, of mean logits also for `mean_probs`."""
     return linear if rule in (mean_logits, mean_probs) else expected_margin
+
+
+def losses_of_rule(rule: Rule) -> tuple[Objective, ...]:
+    """Return the losses of attacks that count as made for an ensemble of this rule."""
+    found = (ce_of_rule(rule), margin_of_rule(rule))
+    return found if rule is mean_logits else (*found, expected_probability_margin)

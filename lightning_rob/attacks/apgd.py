@@ -16,7 +16,7 @@ from lightning_rob.attacks.pgd import better, is_certain
 from lightning_rob.attacks.targeted import wrong_classes
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.per_image import per_image_layers, restricted_to
-from lightning_rob.objectives import Loss, ce_of_rule, expected_ce, margin_of_rule, targeted_dlr
+from lightning_rob.objectives import Loss, expected_ce, losses_of_rule, targeted_dlr
 from lightning_rob.randomness import Generator, normal, uniform
 from lightning_rob.rules import Rule
 from lightning_rob.runtime.errors import at_least
@@ -76,8 +76,7 @@ class APGD(Attack):
         check_norm(self, math.inf, 2, 1)
 
     def is_made_for(self, suite_kind: str, rule: Rule) -> bool:
-        of_rule = (ce_of_rule(rule), margin_of_rule(rule))
-        return suite_kind == "ensemble" and self.objective in of_rule
+        return suite_kind == "ensemble" and self.objective in losses_of_rule(rule)
 
     def cost(self, count: PassCount) -> int:
         runs = self.restarts * (min(self.targets, count.classes - 1) if self.targets else 1)

@@ -26,9 +26,14 @@ from lightning_rob.defenses import (
 )
 from lightning_rob.defenses.per_image import per_image_layers
 from lightning_rob.defenses.rejection import unwrapped
-from lightning_rob.objectives import ce_of_rule, linear, margin_of_rule
+from lightning_rob.objectives import (
+    ce_of_rule,
+    expected_probability_margin,
+    linear,
+    margin_of_rule,
+)
 from lightning_rob.randomness import Generator
-from lightning_rob.rules import random_member
+from lightning_rob.rules import mean_logits, random_member
 from lightning_rob.runtime.errors import at_least
 from lightning_rob.threat import Threat
 
@@ -197,6 +202,10 @@ class Auto(Attack):
             # With fewer steps for each set of many members ARC is the stronger one.
             arc = ARC(self.threat, 1, self.threat.eps / 4, neighbours=4, early_stop=True)
             return (0.5, margin), (0.5, arc)
+        if kind == "ensemble" and defense.rule is not mean_logits:
+            # Of several confident members, probabilities say better than logits who still votes.
+            smooth = APGD(self.threat, objective=expected_probability_margin)
+            return (0.5, smooth), (0.5, margin)
         if classes < 4 or self.passes < TARGETS_FROM * len(defense.weights):
             return ((1.0, margin),)
         return (0.25, margin), (0.75, APGD(self.threat, targets=9))

@@ -16,10 +16,9 @@ from lightning_rob.attacks.optimizers import AggMo, AttackOptimizer
 from lightning_rob.defenses import Defense
 from lightning_rob.objectives import (
     Loss,
-    ce_of_rule,
     expected_ce,
     linear,
-    margin_of_rule,
+    losses_of_rule,
     reduction_of,
 )
 from lightning_rob.randomness import Generator
@@ -87,7 +86,7 @@ class PGD(Attack):
 
     def is_made_for(self, suite_kind: str, rule: Rule) -> bool:
         if suite_kind == "ensemble":
-            return self.objective in (ce_of_rule(rule), margin_of_rule(rule))
+            return self.objective in losses_of_rule(rule)
         smoothed = len(self.momentum) > 1 or self.ascent is not None
         return suite_kind == "random" and self.objective is linear and smoothed
 

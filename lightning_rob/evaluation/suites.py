@@ -36,19 +36,19 @@ from lightning_rob.attacks.decorators import RandomCorners, RandomStart
 from lightning_rob.defenses import Defense, Ensemble, is_transform_ensemble, random_transforms_in
 from lightning_rob.objectives import (
     ce_of_mean_logits,
-    ce_of_mean_probs,
     ce_of_rule,
     expected_ce,
+    expected_probability_margin,
     linear,
     margin_of_rule,
 )
-from lightning_rob.rules import mean_logits, mean_probs, random_member
+from lightning_rob.rules import mean_logits, random_member
 from lightning_rob.threat import Threat
 
 DISSIMILARITY = 0.3  # the bound on PAA of Liao et al. (2020)
 PLUG_INS: dict[SuiteKind, str] = {
     "single": "callbacks/autoattack.yaml",
-    "ensemble": "callbacks/adaptive_pgd.yaml",  # of votes: `plug_in_for` knows the other rules
+    "ensemble": "callbacks/adaptive_pgd_probs.yaml",  # if it averages logits, see `plug_in_for`
     "randomized": "callbacks/climb.yaml",
     "random": "callbacks/rt_best.yaml",
     "transformed": "callbacks/votes_adaptive.yaml",
@@ -67,9 +67,8 @@ def plug_in_for(defense: Defense) -> str:
     kind = suite_kind(defense)
     if kind == "random" and not random_transforms_in(defense):
         return "callbacks/eot.yaml"  # the other one looks for random transforms
-    if kind == "ensemble" and defense.rule in (mean_logits, mean_probs):
-        loss = "logits" if defense.rule is mean_logits else "probs"
-        return f"callbacks/adaptive_pgd_{loss}.yaml"
+    if kind == "ensemble" and defense.rule is mean_logits:
+        return "callbacks/adaptive_pgd_logits.yaml"
     return PLUG_INS[kind]
 
 
@@ -91,8 +90,8 @@ def default_attacks(defense: Defense, threat: Threat) -> dict[str, Attack]:
     """Return the attacks that score a defense where the user names none.
 
     Adaptive PGD of 20 steps: on the expected loss, on the loss of the mean logits, and with five
-    restarts. For ensembles that average probabilities also on the loss of the mean; for randomized
-    ones ARC as in the paper, and the climb, which is the strongest.
+    restarts. For ensembles that average probabilities or vote also on the margin of probabilities;
+    for randomized ones ARC as in the paper, and the climb, which is the strongest.
     """
     if defense.transductive:
         raise ValueError(
@@ -110,8 +109,8 @@ def default_attacks(defense: Defense, threat: Threat) -> dict[str, Attack]:
     if threat.p == 1:  # where PGD is weak
         attacks["apgd"] = APGD(threat, SHORT, restarts=10, draws=draws)
     # Not `suite_kind`: boosting adds the other members later.
-    if isinstance(defense, Ensemble) and defense.rule is mean_probs:
-        attacks["adaptive_pgd_probs"] = replace(pgd, objective=ce_of_mean_probs)
+    if isinstance(defense, Ensemble) and defense.rule not in (mean_logits, random_member):
+        attacks["adaptive_pgd_probs"] = replace(pgd, objective=expected_probability_margin)
     if isinstance(defense, Ensemble) and defense.rule is random_member and not threat.relative:
         attacks |= _on_members(threat, steps)
     return attacks
@@ -167,6 +166,8 @@ def suite_for(
     objective = ce_of_rule(defense.rule) if len(defense.weights) > 1 else expected_ce
     pgd = replace(pgd, objective=objective, backward=attack_gradients(defense))
     margin = margin_of_rule(defense.rule) if len(defense.weights) > 1 else linear
+    if kind == "ensemble" and defense.rule is not mean_logits:
+        margin = expected_probability_margin  # of confident members the mean logits say less
     long = step_across(threat.eps, 5 * steps, 10)
     variants = {  # which should all be about as strong
         "fgsm": replace(pgd, steps=1, step_size=threat.eps, random_start=False),

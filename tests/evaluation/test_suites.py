@@ -6,10 +6,11 @@ import pytest
 import torch
 import yaml
 
-from lightning_rob import objectives
-from lightning_rob.attacks import ARC, GMSA, PGD, Budgeted, TransferFromStatic
+from lightning_rob import evaluate, load, objectives
+from lightning_rob.attacks import APGD, ARC, GMSA, PGD, Budgeted, TransferFromStatic
 from lightning_rob.attacks.auto import Auto, suite_kind
 from lightning_rob.attacks.contexts import evaluating
+from lightning_rob.data import Digits5k
 from lightning_rob.defenses import (
     DENT,
     Ensemble,
@@ -20,7 +21,8 @@ from lightning_rob.defenses import (
 )
 from lightning_rob.evaluation.suites import default_attacks, plug_in_for, suite_for
 from lightning_rob.nets import SmallCNN
-from lightning_rob.rules import VOTING_RULES, mean_logits, random_member
+from lightning_rob.objectives import linear
+from lightning_rob.rules import VOTING_RULES, mean_logits, mean_probs, random_member
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import GaussianNoise, HorizontalFlip, UniformNoise
 from tests.attacks.common import images, streams, trained_net
@@ -67,6 +69,17 @@ def test_the_plug_in_that_is_advised_for_an_ensemble_is_made_for_its_rule(rule):
     assert pgd.is_made_for("ensemble", rule)
     attacks = default_attacks(defense, THREAT).values()  # of the monitor
     assert any(attack.is_made_for("ensemble", rule) for attack in attacks)
+
+
+def test_auto_fools_the_vote_of_members_of_unequal_confidence():
+    """The logits of the confident member hide those of the others from the margin of the mean."""
+    nets = [load("zoo:digits_standard").net, load("zoo:digits_robust").net]
+    digits = Digits5k().source(train=False)
+    x, y = digits.images[:60] / 255, digits.labels[:60]
+    defense, threat = Ensemble(nets, rule=mean_probs), Threat("linf", 0.1)
+    attacks = {"auto": Auto(threat, 100), "margin": Budgeted(APGD(threat, objective=linear), 100)}
+    result = evaluate(defense, attacks, [(x, y)], progress=False)
+    assert result.accuracy("auto") < result.accuracy("margin") - 0.1
 
 
 def test_default_attacks():
