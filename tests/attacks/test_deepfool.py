@@ -56,9 +56,6 @@ def test_candidates_are_the_largest_logits():
     assert (both - x).flatten().tolist() == pytest.approx([0, 0.1, 0, 0], abs=2e-4)
 
 
-# networks
-
-
 # distributions
 
 

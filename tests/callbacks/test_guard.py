@@ -163,7 +163,6 @@ def test_a_signal_elsewhere_is_heeded_at_once(tmp_path, hook):
 
 
 def test_a_signal_that_comes_too_late_to_stop_anything_still_tells():
-    stop.defer = lambda: True
     with pytest.raises(SystemExit) as exit_, handle_signals():
         stop.defer = lambda: True
         os.kill(os.getpid(), signal.SIGTERM)
