@@ -72,8 +72,11 @@ class Hyperplane(nn.Module):
         super().__init__()
         self.w, self.bias = nn.Parameter(w), bias
 
+    def margin(self, x):
+        return (x.flatten(1) - 0.5) @ self.w + self.bias
+
     def forward(self, x):
-        f = (x.flatten(1) - 0.5) @ self.w + self.bias
+        f = self.margin(x)
         return torch.stack([-f, f], 1)
 
 

@@ -52,17 +52,29 @@ def same(a, b):
 # The loss
 
 
-@pytest.mark.parametrize(("n", "clean"), [(8, 4), (7, 3), (1, 0)])
-def test_the_loss_is_half_clean_half_adversarial_of_one_forward(n, clean):
-    net, spy, (x, y) = nn.Sequential(nn.Flatten(), nn.Linear(192, 4)).train(), Spy(), batch(n)
-    net.insert(1, nn.LayerNorm(192))
-    logits = net(torch.cat([x[:clean], torch.ones_like(x[clean:])]))
-    expected = 0.5 * F.cross_entropy(logits[clean:], y[clean:])
-    if clean:
-        expected = expected + 0.5 * F.cross_entropy(logits[:clean], y[:clean])
-    torch.testing.assert_close(half_adversarial(Single(net), x, y, spy), expected)
-    assert torch.equal(spy.seen[0][0], x[clean:])
-    assert torch.equal(spy.seen[0][1], y[clean:])
+@pytest.mark.parametrize(
+    ("n", "fraction", "clean"),
+    [(8, 0.5, 4), (7, 0.5, 3), (1, 0.5, 0), (8, 0.25, 6), (8, 0.9, 1), (8, 1, 0), (8, 0.01, 8)],
+)
+def test_the_loss_is_of_one_forward_by_the_shares_of_clean_and_attacked(n, fraction, clean):
+    """Both parts share batch statistics; the attack is in eval mode."""
+    net, spy, (x, y) = TinyNet().train(), Spy(), batch(n)
+    if n == 1:
+        net.norm = nn.Identity()  # of one image BatchNorm has no statistics
+    twin = copy.deepcopy(net)
+    losses = F.cross_entropy(
+        twin(torch.cat([x[:clean], torch.ones_like(x[clean:])])), y, reduction="none"
+    )
+    parts = [(1 - fraction, losses[:clean]), (fraction, losses[clean:])]
+    expected = sum(weight * part.mean() for weight, part in parts if len(part))
+    torch.testing.assert_close(half_adversarial(Single(net), x, y, spy, fraction), expected)
+    torch.testing.assert_close(net.state_dict(), twin.state_dict())
+    assert net.training
+    assert len(spy.seen) == (clean < n)
+    for images, labels, training, _ in spy.seen:
+        assert torch.equal(images, x[clean:])
+        assert torch.equal(labels, y[clean:])
+        assert not training
 
 
 # Weights drawn anew
@@ -186,26 +198,3 @@ def test_it_learns_from_a_data_set_and_augments_its_images():
 
     assert not same(plain, tadv(augment=[dark], **options).adapt(x, chance(1)))
     assert seen == [(3, 8, 8)] * 96
-
-
-def test_both_halves_share_batch_statistics_and_the_attack_is_in_eval_mode():
-    net, spy, (x, y) = TinyNet().train(), Spy(), batch()
-    twin = copy.deepcopy(net)
-    loss = half_adversarial(Single(net), x, y, spy)
-    logits = twin(torch.cat([x[:4], torch.ones(4, 3, 8, 8)]))
-    torch.testing.assert_close(loss, F.cross_entropy(logits, y))
-    torch.testing.assert_close(net.norm.running_mean, twin.norm.running_mean)
-    assert net.norm.num_batches_tracked == 1
-    assert net.training
-    assert not spy.seen[0][2]
-
-
-@pytest.mark.parametrize(("fraction", "clean"), [(0.25, 6), (0.9, 1), (1.0, 0), (0.01, 8)])
-def test_a_fraction_is_the_share_and_the_weight_of_the_attacked(fraction, clean):
-    defense, (x, y) = Single(TinyNet()), batch()
-    losses = F.cross_entropy(
-        defense.net(torch.cat([x[:clean], torch.ones_like(x[clean:])])), y, reduction="none"
-    )
-    parts = [(1 - fraction, losses[:clean]), (fraction, losses[clean:])]
-    expected = sum(weight * part.mean() for weight, part in parts if len(part))
-    torch.testing.assert_close(half_adversarial(defense, x, y, Spy(), fraction), expected)

@@ -191,12 +191,6 @@ def test_the_worst_case_is_over_the_evaluations_by_the_last_protocol():
     assert worst_measurement(found).accuracy == pytest.approx(0.4)
 
 
-def test_a_rule_must_return_probabilities():
-    for rule in (lambda logits, _: logits.mean(0), lambda logits, _: logits.softmax(-1).sum(0) * 2):
-        with pytest.raises(ValueError, match="must return probabilities that sum to one"):
-            evaluate(Single(net(0), rule), ATTACKS, DataLoader(data(), 50), progress=False)
-
-
 def test_distances_of_one_run_are_the_accuracies_of_all_radii():
     plane_net, x, y, distance = plane("linf")
     x, y, distance = x.float(), y.clone(), distance.float()
@@ -289,6 +283,11 @@ def test_nothing_is_left_behind():
         ),
         ({"model": nn.Sequential(Centering(), net())}, ValueError, "changes its input"),
         ({"attacks": ATTACKS | {"pgd_size": ATTACKS["weak"]}}, ValueError, "called 'pgd_size'"),
+        *(
+            ({"model": Single(net(), rule)}, ValueError, "return probabilities that sum to one")
+            for rule in (lambda z, _: z.mean(0), lambda z, _: z.softmax(-1).sum(0) * 2)
+        ),
+        ({"batches": [(X, Y, torch.arange(5) % 3)]}, ValueError, "two different images have the"),
     ],
 )
 def test_bad_input(change, error, message):
@@ -346,12 +345,6 @@ def test_a_shorter_round_does_not_resume_a_longer_one(tmp_path):
     resumed = Stopping(), Stopping()
     played(Subset(data(), range(23)), *resumed)
     assert [attack.sizes for attack in resumed] == [[3], [3]]
-
-
-def test_images_of_equal_index_are_refused():
-    x, y = data(6).tensors
-    with pytest.raises(ValueError, match="two different images have the index 0"):
-        evaluate(net(), ATTACKS, [(x, y, torch.arange(6) % 3)], progress=False)
 
 
 def test_a_loader_may_reuse_its_buffers():

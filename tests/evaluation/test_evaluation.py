@@ -346,53 +346,51 @@ def test_randomness_is_looked_for_in_every_group():
     assert callback.result.random
 
 
-class Clashing(Blobs):
-    """Two sets in one, each numbered from 0."""
+class Loaded(Blobs):
+    """Test images by the loader that a function makes of them."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
 
     def test_dataloader(self):
-        return DataLoader(ConcatDataset([self.parts["test"], self.parts["test"]]), 8)
+        return self.make(self.parts["test"])
 
 
 def test_images_of_the_same_index_are_refused():
+    """Two sets in one, each numbered from 0."""
+    clashing = Loaded(lambda part: DataLoader(ConcatDataset([part, part]), 8))
     with pytest.raises(ValueError, match="66 images have 33 different indices"):
-        evaluate(AdversarialTraining(TinyNet), RobustEval({"pgd": NOTHING}), data=Clashing())
+        evaluate(AdversarialTraining(TinyNet), RobustEval({"pgd": NOTHING}), data=clashing)
 
 
-class Endless(Blobs):
+class Streamed(IterableDataset):
     """Images without a number of them."""
 
-    def test_dataloader(self):
-        part = self.parts["test"]
+    def __init__(self, part):
+        self.part = part
 
-        class Streamed(IterableDataset):
-            def __iter__(self):
-                return (part[i] for i in range(len(part)))
-
-        return DataLoader(Streamed(), 8)
+    def __iter__(self):
+        return (self.part[i] for i in range(len(self.part)))
 
 
-class Weighted(Blobs):
+def weighted(part):
     """A loader whose sampler decides what is evaluated, some images several times."""
-
-    def test_dataloader(self):
-        part = self.parts["test"]
-        sampler = WeightedRandomSampler([1.0] * len(part), 20, generator=torch.Generator())
-        return DataLoader(part, 8, sampler=sampler)
+    sampler = WeightedRandomSampler([1.0] * len(part), 20, generator=torch.Generator())
+    return DataLoader(part, 8, sampler=sampler)
 
 
-class Sampled(Blobs):
+def sampled(part):
     """A loader of a part of the images."""
-
-    def test_dataloader(self):
-        return DataLoader(self.parts["test"], 7, sampler=SubsetRandomSampler(range(20)))
+    return DataLoader(part, 7, sampler=SubsetRandomSampler(range(20)))
 
 
 @pytest.mark.parametrize(
     ("data", "options", "limits", "group_size", "images"),
     [
-        (Endless(test_size=33), {}, {}, None, (33, 33)),
-        (Weighted(test_size=33), {"group_size": 7}, {}, 7, (1, 19)),
-        (Sampled(test_size=33), {"max_images": 10}, {}, 128, (10, 10)),
+        (Loaded(lambda part: DataLoader(Streamed(part), 8)), {}, {}, None, (33, 33)),
+        (Loaded(weighted), {"group_size": 7}, {}, 7, (1, 19)),
+        (Loaded(sampled), {"max_images": 10}, {}, 128, (10, 10)),
         (Blobs(test_size=33), {"max_images": 5}, {"limit_test_batches": 1}, 128, (5, 5)),
     ],
 )

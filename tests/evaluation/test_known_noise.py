@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_rob import (
@@ -25,26 +24,12 @@ from lightning_rob.evaluation.evaluator import Evaluator
 from lightning_rob.evaluation.protocol import PREDICT
 from lightning_rob.randomness import Streams, normal
 from lightning_rob.rules import majority
+from tests.attacks.common import Hyperplane
 from tests.schema import checked
 
 EPS = 0.1
 THREAT = Threat("linf", EPS)
 WEAK = {"pgd": PGD(THREAT, 1, 1e-6, random_start=False)}
-
-
-class Linear(nn.Module):
-    """Class 1 where w (x - 1/2) is above 0."""
-
-    def __init__(self, *weight):
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor(weight))
-
-    def margin(self, x):
-        return (x.flatten(1) - 0.5) @ self.weight
-
-    def forward(self, x):
-        z = self.margin(x)
-        return torch.stack([-z, z], 1)
 
 
 class Noisy(Defense):
@@ -62,7 +47,7 @@ class Noisy(Defense):
         return torch.stack([-z, z], -1)
 
 
-NET = Linear(0.5, -0.5, 0.4, 0.2)
+NET = Hyperplane(torch.tensor([0.5, -0.5, 0.4, 0.2]))
 
 
 def images(count):
@@ -79,7 +64,7 @@ def test_the_draws_that_predict_are_attacked():
     groups = [torch.arange(128), torch.arange(128, 150)]
     drawn = [defense.noise(x[g], Streams.from_index(g, 0, 0, PREDICT)) for g in groups]
     margins = NET.margin(x) + torch.cat(drawn, 1)
-    left = (margins - EPS * NET.weight.abs().sum() > 0).float().mean(0) > 0.5
+    left = (margins - EPS * NET.w.abs().sum() > 0).float().mean(0) > 0.5
     assert torch.equal(found.rows.known_noise, left.double())
     known = found.known_noise
     assert known.accuracy == float(left.double().mean()) < found.accuracy("pgd") - 0.1
@@ -90,9 +75,10 @@ def test_the_draws_that_predict_are_attacked():
 
 
 def test_the_member_that_predicts_is_attacked():
-    nets, shares = [NET, Linear(-0.3, 0.6, 0.1, 0.5), Linear(0.1, 0.1, 0.9, -0.9)], [0.5, 0.3, 0.2]
+    others = torch.tensor([[-0.3, 0.6, 0.1, 0.5], [0.1, 0.1, 0.9, -0.9]])
+    nets, shares = [NET, *map(Hyperplane, others)], [0.5, 0.3, 0.2]
     x, y = images(40)
-    alone = [(net.margin(x) > EPS * net.weight.abs().sum()).double() for net in nets]
+    alone = [(net.margin(x) > EPS * net.w.abs().sum()).double() for net in nets]
     expected = sum(share * right for share, right in zip(shares, alone, strict=True))
     flat, nested = Ensemble(nets, shares), Mixture([Single(net) for net in nets], shares)
     for defense in (flat, nested, Mixture([flat])):
