@@ -220,6 +220,10 @@ def same_weights(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
+def same_nets(a: nn.Module, b: nn.Module) -> bool:
+    return same_weights(a.state_dict(), b.state_dict())
+
+
 class KillAt(Callback):
     """SIGKILL to its own process after a training step: nothing gets a chance to tidy up."""
 

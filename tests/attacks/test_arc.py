@@ -1,11 +1,11 @@
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_rob.attacks import ARC, PGD, Attack
+from lightning_rob.attacks import ARC, PGD
 from lightning_rob.attacks.arc import expected_accuracy, member_order
 from lightning_rob.defenses import Ensemble, Single
 from lightning_rob.objectives import ce_of_mean_logits, linear
@@ -254,29 +254,16 @@ def test_dropping_the_fooled_from_a_random_start_loses_nothing(norm):
         assert (after_few <= after_all + 1e-6).all()
 
 
-@dataclass(frozen=True)
-class Given(Attack):
-    """Images that are known beforehand."""
-
-    threat: Threat
-    images: torch.Tensor
-
-    def perturb(self, defense, x, y, generator):
-        return self.images
+def helping(logits, weights, y):
+    return -ce_of_mean_logits(logits, weights, y)
 
 
 def test_a_start_worse_than_the_image_is_not_taken():
     members, probs = mlps(2), [0.5, 0.5]
     x, y = batch(members, 32)
     threat = Threat("linf", 0.3)
-    helped = PGD(threat, 20, 0.05, objective=helping, random_start=False)(
-        Ensemble(members, probs), x, y
-    )
-    clean, start = scores(members, probs, x, y), scores(members, probs, helped, y)
-    assert (start > clean).any()
-    attack = ARC(threat, 1, 1e-9, start=Given(threat, helped))
-    assert (scores(members, probs, attack(Ensemble(members, probs), x, y), y) <= clean).all()
-
-
-def helping(logits, weights, y):
-    return -ce_of_mean_logits(logits, weights, y)
+    defense, start = Ensemble(members, probs), PGD(threat, 20, 0.05, helping, random_start=False)
+    clean = scores(members, probs, x, y)
+    assert (scores(members, probs, start(defense, x, y), y) > clean).any()
+    attack = ARC(threat, 1, 1e-9, start=start)
+    assert (scores(members, probs, attack(defense, x, y), y) <= clean).all()

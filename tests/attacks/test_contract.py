@@ -603,29 +603,26 @@ def test_one_logit_is_refused(attack, defense):
         attack(Ensemble([net, net]), x, 0 * y, seeded())
 
 
-BAD_IMAGES = {
-    "above": (lambda x: x + 0.6, r"images must lie in \[0.0, 1.0\], got values in \["),
-    "normalised": (lambda x: (x - 0.5) / 0.25, r"images must lie in \[0.0, 1.0\]"),
-    "nan": (lambda x: x / 0 * 0, r"images must lie in \[0.0, 1.0\]"),
-    "bytes": (lambda x: (x * 255).to(torch.uint8), "images must be floating point .* torch.uint8"),
-    "no batch": (lambda x: x[0, 0, 0], r"images must be a batch \[B, …\], got shape \[6\]"),
+X, Y = images(4, seed=25)
+BAD_INPUT = {
+    "above": (STEPS, X + 0.6, Y, r"images must lie in \[0.0, 1.0\], got values in \["),
+    "normalised": (STEPS, (X - 0.5) / 0.25, Y, r"images must lie in \[0.0, 1.0\]"),
+    "nan": (STEPS, X / 0 * 0, Y, r"images must lie in \[0.0, 1.0\]"),
+    "bytes": (STEPS, (X * 255).byte(), Y, "images must be floating point .* torch.uint8"),
+    "no batch": (STEPS, X[0, 0, 0], Y, r"images must be a batch \[B, …\], got shape \[6\]"),
+    "labels": (STEPS, X, Y[:-1], r"4 images need labels \[4\], got \[3\]"),
+    "column": (STEPS, X, Y[:, None], r"4 images need labels \[4\], got \[4, 1\]"),
+    "one label": (STEPS, X, Y[0], r"4 images need labels \[4\], got \[\]"),
+    "twice": (STEPS, X, Y.repeat(2), r"4 images need labels \[4\], got \[8\]"),
+    "norm": (PGD(Threat(3, 0.1), 2, 0.1), X, Y, "for linf, l2 and l1, not for norm 3"),
 }
 
 
-@pytest.mark.parametrize(("spoil", "message"), BAD_IMAGES.values(), ids=BAD_IMAGES.keys())
-def test_bad_images(pair, spoil, message):
-    """Checked once for all attacks, before any begins."""
-    x, y = images(4, seed=25)
+@pytest.mark.parametrize(("attack", "x", "y", "message"), BAD_INPUT.values(), ids=BAD_INPUT)
+def test_bad_input(pair, attack, x, y, message):
+    """Images and labels are checked once for all attacks, before any begins."""
     with pytest.raises(ValueError, match=message):
-        STEPS(pair, spoil(x), y, seeded())
-
-
-def test_labels_of_wrong_shape(pair):
-    """Checked once for all attacks, before any begins."""
-    x, y = images(4, seed=26)
-    for wrong in (y[:-1], y[:, None], y[0], y.repeat(2)):
-        with pytest.raises(ValueError, match=r"4 images need labels \[4\], got \["):
-            STEPS(pair, x, wrong, seeded())
+        attack(pair, x, y, seeded())
 
 
 def test_a_network_is_no_defense():
@@ -682,9 +679,6 @@ def test_wrong_arguments(build, message):
         build()
 
 
-def test_defenses_and_norms_that_an_attack_cannot_take(pair):
-    x, y = images(2)
+def test_a_defense_that_an_attack_cannot_take(pair):
     with pytest.raises(TypeError, match=r"Noisy is not a fixed set of classifiers.*PGD"):
-        ARC(LINF, 3, LINF.eps)(Noisy(pair.members[0]), x, y)
-    with pytest.raises(ValueError, match="projection is for linf, l2 and l1, not for norm 3"):
-        PGD(Threat(3, 0.1), 2, 0.1)(pair, x, y, seeded())
+        ARC(LINF, 3, LINF.eps)(Noisy(pair.members[0]), *images(2))

@@ -103,7 +103,8 @@ def test_wrong_probabilities(kind, probs, message):
 
 
 def test_mixture_lays_draws_side_by_side():
-    pair, one, x = Ensemble([net(0), net(1)], [0.9, 0.1]), Single(net(2)), images()
+    pair, x = Ensemble([net(0), net(1)], [0.9, 0.1], mean_probs), images()
+    one = Single(net(2))
     defense = Mixture([pair, one], [0.4, 0.6])
     assert defense.weights.tolist() == pytest.approx([0.36, 0.04, 0.6])
     assert torch.equal(defense.logits(x), torch.cat([pair.logits(x), one.logits(x)]))

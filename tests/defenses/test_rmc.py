@@ -24,7 +24,7 @@ from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
 from tests.attacks.common import seeded
 from tests.defenses.test_transductive_contract import same
-from tests.tiny import TinyNet, blobs, fit_all
+from tests.tiny import TinyNet, blobs, fit_all, same_nets
 
 THREAT = Threat("linf", 0.16)
 CPU = torch.device("cpu")
@@ -40,11 +40,6 @@ ATTACK = PGD(THREAT, 5, 0.064, keep_best=True)
 def rmc(net=NET, **options):
     settings = {"source": (X, Y), "attack": ATTACK, "neighbours": 40, "epochs": 3, "batch_size": 16}
     return RMC(net, **settings | options)
-
-
-def same_nets(a, b):
-    pairs = zip(a.state_dict().values(), b.state_dict().values(), strict=True)
-    return all(torch.equal(one, other) for one, other in pairs)
 
 
 def test_an_attack_can_be_the_first_use():

@@ -22,7 +22,7 @@ from lightning_rob.evaluation.protocol import AttackerDefenderSession
 from lightning_rob.objectives import worst_ce
 from lightning_rob.threat import Threat
 from tests.attacks.common import seeded
-from tests.tiny import fit_all
+from tests.tiny import fit_all, same_weights
 
 THREAT = Threat("linf", 0.1)
 WEAK = PGD(THREAT, 2, 0.05)
@@ -89,18 +89,14 @@ def state(defense):
     return found, flags
 
 
-def same_tensors(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
-
-
 def same(one, other):
     """Whether two defenses have learned the same, bit by bit."""
-    return same_tensors(state(one)[0], state(other)[0])
+    return same_weights(state(one)[0], state(other)[0])
 
 
 def unchanged(before, defense):
     after = state(defense)
-    return same_tensors(before[0], after[0]) and before[1] == after[1]
+    return same_weights(before[0], after[0]) and before[1] == after[1]
 
 
 @every_defense

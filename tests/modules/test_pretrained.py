@@ -19,14 +19,10 @@ from tests.tiny import (
     refused,
     robust_eval,
     run,
+    same_nets,
 )
 
 SHAPE = {"depth": 8, "widths": (4, 8, 16), "shortcut": "B"}
-
-
-def same(one, other):
-    a, b = one.state_dict(), other.state_dict()
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def saved(folder, *nets):
@@ -49,7 +45,7 @@ def numbered(tmp_path):
 def check(module, nets, probs):
     assert isinstance(module.defense, Ensemble)
     assert len(module.defense.members) == len(nets)
-    assert all(same(a, b) for a, b in zip(module.defense.members, nets, strict=True))
+    assert all(same_nets(a, b) for a, b in zip(module.defense.members, nets, strict=True))
     assert module.defense.weights.tolist() == pytest.approx(probs)
 
 
@@ -177,6 +173,6 @@ def test_members_whose_training_has_not_started_are_left_out(tmp_path):
     torch.save({"state_dict": state, "staged": {"stage": 1, "best": {}}}, path)
     members = PretrainedEnsemble(TinyNet, str(path)).defense.classifiers
     assert len(members) == 2
-    assert all(same(one, other) for one, other in zip(members, nets, strict=False))
+    assert all(same_nets(one, other) for one, other in zip(members, nets, strict=False))
     with pytest.raises(ValueError, match="holds 2 members, not 3"):
         PretrainedEnsemble(TinyNet, str(path), members=3)

@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_rob.nets import ResNet, SmallCNN, WideResNet, ZooNet, load_weights, member_prefixes
 from tests.nets import MEAN, STD, TINY, images, with_statistics
+from tests.tiny import same_nets
 
 
 def small(seed=0, **options):
@@ -53,7 +54,7 @@ def test_finds_the_network(layout, tmp_path):
 def test_safetensors(tmp_path):
     saved, file = small(1), tmp_path / "model.safetensors"
     save_file(under("model.", saved.state_dict()), file)
-    assert same(load_weights(small(2), file), saved)
+    assert same_nets(load_weights(small(2), file), saved)
     file.write_bytes(file.read_bytes()[:300])
     with pytest.raises(ValueError, match="is not a safetensors file, or is cut short"):
         load_weights(small(), file)
@@ -80,11 +81,6 @@ def ensemble(tmp_path):
     return members, tmp_path / "ensemble.ckpt"
 
 
-def same(one, other):
-    a, b = one.state_dict(), other.state_dict()
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 def test_one_of_several_networks(ensemble):
     members, file = ensemble
     with pytest.raises(ValueError, match="prefix= one of") as caught:
@@ -92,8 +88,8 @@ def test_one_of_several_networks(ensemble):
     assert "'state_dict.members.0', 'state_dict.members.1'" in str(caught.value)
     assert "members.2" not in str(caught.value)
     for prefix in ("members.1", "state_dict.members.1"):
-        assert same(load_weights(small(), file, prefix=prefix), members[1])
-    assert same(load_weights(small(classes=3), file), members[2])  # the only one that fits
+        assert same_nets(load_weights(small(), file, prefix=prefix), members[1])
+    assert same_nets(load_weights(small(classes=3), file), members[2])  # the only one that fits
     known = "'state_dict.members.0', 'state_dict.members.1'$"
     for prefix in ("members.7", "embers.1", ""):
         with pytest.raises(ValueError, match=f"no SmallCNN under '{prefix}': pass .* {known}"):
@@ -106,7 +102,7 @@ def test_prefix_may_end_before_the_network(tmp_path):
     nets = [small(1), small(2)]
     state = {f"model{i}": under("module.", net.state_dict()) for i, net in enumerate(nets)}
     torch.save(state, tmp_path / "nets.pt")
-    assert same(load_weights(small(), tmp_path / "nets.pt", prefix="model1"), nets[1])
+    assert same_nets(load_weights(small(), tmp_path / "nets.pt", prefix="model1"), nets[1])
     with pytest.raises(ValueError, match=r"several .* 'model0.module', 'model1.module'$"):
         load_weights(small(), tmp_path / "nets.pt", prefix="module")
 
@@ -119,10 +115,10 @@ def test_renames_components(tmp_path):
     with pytest.raises(ValueError, match="missing"):
         load_weights(small(), tmp_path / "net.pt")
     rename = {"fc": "linear", "conv": "layer2.0"}
-    assert same(load_weights(small(), tmp_path / "net.pt", rename=rename), saved)
+    assert same_nets(load_weights(small(), tmp_path / "net.pt", rename=rename), saved)
     rows = {"fc": "wrong", "fc.weight": "linear.weight", "fc.bias": "linear.bias", "conv": "c"}
     back = rename | rows | {"conv": "layer2.0"}  # the longest name counts
-    assert same(load_weights(small(), tmp_path / "net.pt", rename=back), saved)
+    assert same_nets(load_weights(small(), tmp_path / "net.pt", rename=back), saved)
     twice = saved.state_dict() | {"fc.bias": saved.state_dict()["linear.bias"]}
     torch.save(twice, tmp_path / "net.pt")
     with pytest.raises(ValueError, match=r"\{'fc': 'linear'\} gives two .* linear.bias"):
@@ -136,7 +132,7 @@ def test_ignores_dropped_entries(tmp_path):
     with pytest.raises(ValueError, match=r"12 unexpected \(sub_block1"):
         load_weights(WideResNet(10, 1), tmp_path / "net.pt")
     loaded = load_weights(WideResNet(10, 1), tmp_path / "net.pt", drop=["sub_block1."])
-    assert same(loaded, saved)
+    assert same_nets(loaded, saved)
     with pytest.raises(ValueError, match=r"unexpected \(sub_block1"):
         load_weights(WideResNet(10, 1), tmp_path / "net.pt", drop=["block1.layer.9", "lock1."])
 
@@ -168,9 +164,9 @@ def test_statistics_of_the_file_must_be_those_of_the_network(dverge, prefix):
     with pytest.raises(ValueError, match=message):
         load_weights(net, file, prefix, **DVERGE)
     for drop in (["normalizer."], ["normalizer.mean", "normalizer.std"]):
-        assert same(load_weights(net, file, prefix, **DVERGE, drop=drop), nets[1])
+        assert same_nets(load_weights(net, file, prefix, **DVERGE, drop=drop), nets[1])
     net = ResNet(**TINY, shortcut="B", mean=OTHER_MEAN, std=OTHER_STD)
-    assert same(load_weights(net, file, prefix, **DVERGE), nets[1])
+    assert same_nets(load_weights(net, file, prefix, **DVERGE), nets[1])
 
 
 @pytest.mark.parametrize("names", [("normalize.mean", "normalize.std"), ("mu", "sigma")])
@@ -185,7 +181,7 @@ def test_statistics_beside_the_weights(names, tmp_path):
     with pytest.raises(ValueError, match="Sequential has no Normalize: build it"):
         load_weights(plain, tmp_path / "net.pt")
     net = load_weights(ResNet(**TINY, mean=MEAN, std=STD), tmp_path / "net.pt")
-    assert same(net, saved)
+    assert same_nets(net, saved)
 
 
 def test_members_of_a_file(ensemble, dverge):
