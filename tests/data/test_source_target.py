@@ -71,3 +71,17 @@ def test_a_target_of_another_size_is_refused():
 def test_the_targets_labels_are_never_read():
     """Not even where they are no labels."""
     assert len(next(epochs(with_target(target=WithoutLabels(test_size=40))))) == 3
+
+
+class Augmented(Blobs):
+    def default_augment(self):
+        return [lambda image: (image + 0.1 * torch.rand(3, 1, 1)).clamp(0, 1)]
+
+
+def test_the_target_is_augmented_like_the_source_and_alike_in_every_run():
+    first, again = (next(epochs(with_target(source=Augmented()))) for _ in range(2))
+    for name, train in (("source", True), ("target", False)):
+        x, index = (torch.cat([batch[name][k] for batch in first]) for k in (0, 2))
+        assert torch.equal(x, torch.cat([batch[name][0] for batch in again]))
+        plain = Blobs(test_size=40).source(train)
+        assert not any(torch.equal(image, plain[i][0]) for image, i in zip(x, index, strict=True))
