@@ -147,8 +147,6 @@ def test_boosted_cross_entropy():
 
 
 # draws of no weight
-
-
 @every_objective
 def test_draw_of_no_weight_changes_nothing(objective):
     logits, y = draws(3, 40, 4, seed=7)
@@ -162,8 +160,6 @@ def test_draw_of_no_weight_changes_nothing(objective):
 
 
 # autocast
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_equal_logits_have_a_ratio_in_any_precision(dtype):
     y = torch.tensor([0, 1])
@@ -173,8 +169,6 @@ def test_equal_logits_have_a_ratio_in_any_precision(dtype):
 
 
 # labels
-
-
 def test_labels_are_classes():
     for y in ([0, 3], [], [2]):
         assert check_labels(torch.tensor(y, dtype=torch.int64), 4) is None

@@ -137,8 +137,6 @@ def test_fooled_images_leave(restarts):
 
 
 # ARC: G gradients a member and iteration
-
-
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize(("neighbours", "backwards"), [(None, 4), (1, 1), (3, 3), (9, 4)])
 @pytest.mark.parametrize("random_start", [False, True])
@@ -184,8 +182,6 @@ def test_what_is_wrong_already_is_left_alone(attack):
 
 
 # minimal perturbations
-
-
 def test_carlini_wagner():
     """One forward and one backward a step; images whose cost settles leave, and none comes back."""
     net = mlp(1)
@@ -301,8 +297,6 @@ def test_passes_that_are_not_known():
 
 
 # transductive defenses
-
-
 @pytest.mark.parametrize("objective", [None, worst_ce])
 @pytest.mark.parametrize("memory", [True, False])
 def test_gmsa(objective, memory):
@@ -328,8 +322,6 @@ def test_gmsa(objective, memory):
 
 
 # transformation ensembles
-
-
 def test_targets_of_an_ensemble():
     """One member alone is attacked; in turn, what all of them say of each candidate."""
     nets = mlps(3)
@@ -353,8 +345,6 @@ def test_aggregated_attacks():
 
 
 # training
-
-
 def test_boosted_training():
     """Fixed members are attacked, once for a batch, and only the member in training is trained."""
     nets = mlps(3)

@@ -26,8 +26,6 @@ def streams(*indices, keys=(0,)):
 
 
 # seeds
-
-
 @pytest.mark.parametrize(
     "keys", [(), (0,), (1, 2, 3), (-1,), (2**63 - 1, -(2**63)), (2**64 + 5, 9)]
 )
@@ -46,8 +44,6 @@ def test_splitmix_is_the_published_one():
 
 
 # streams
-
-
 def test_a_draw_depends_on_the_image_alone():
     whole = streams(10, 11, 12, 13, 14, keys=(7, 1)).uniform((4,))
     assert torch.equal(streams(14, 10, 12, keys=(7, 1)).uniform((4,)), whole[[4, 0, 2]])
@@ -93,8 +89,6 @@ def test_every_bit_is_fair():
 
 
 # uniform and normal
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_never_one_and_never_infinite(dtype):
     x, many = torch.zeros(4, 1, dtype=dtype), streams(0, 1, 2, 3)

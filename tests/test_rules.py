@@ -108,8 +108,6 @@ def test_equal_weights_tie_in_any_number(count):
 
 
 # logits that are not numbers
-
-
 @pytest.mark.parametrize("rule", [random_member, majority, top2_majority])
 @pytest.mark.parametrize("where", [0, 1, 2])
 def test_nan_draw_never_votes(rule, where):
@@ -124,8 +122,6 @@ def test_nan_draw_never_votes(rule, where):
 
 
 # weights
-
-
 @pytest.mark.parametrize("rule", RULES)
 def test_draw_of_no_weight_changes_nothing(rule):
     logits, weights = draws(3, 50, 4, 5), torch.tensor([0.7, 0.3, 0.0])
@@ -133,8 +129,6 @@ def test_draw_of_no_weight_changes_nothing(rule):
 
 
 # half precision
-
-
 def test_ties_of_two_votes_as_released_go_to_the_second_choice():
     """Two draws that agree on both classes: each class has two votes."""
     logits = torch.tensor([[[1.0, 3.0, 2.0]], [[0.0, 5.0, 4.0]]])

@@ -30,8 +30,6 @@ def scalar_norm(values, p):
 
 
 # construction
-
-
 def test_values_that_are_refused():
     for norm in ("l0", "lnan", "L2", "", "nan", 0.5, 0, -2, math.nan, -math.inf):
         with pytest.raises(ValueError, match="norm must be 'linf', 'l2', 'l1' or a number >= 1"):
@@ -45,8 +43,6 @@ def test_values_that_are_refused():
 
 
 # norms and directions
-
-
 @pytest.mark.parametrize("p", ORDERS)
 def test_size_and_dual_of_each_image(p):
     delta, threat = noise(3, 2, 2, 2), Threat(p)
@@ -80,8 +76,6 @@ def test_steepest_of_float32_gradients_of_any_scale(p):
 
 
 # projection
-
-
 @pytest.mark.parametrize("norm", ["linf", "l2", "l1"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_project_is_inside_and_idempotent(norm, dtype):
@@ -155,8 +149,6 @@ def test_free_drops_what_points_out_of_the_bounds():
 
 
 # random starts
-
-
 @pytest.mark.parametrize("p", ORDERS)
 def test_start_is_inside(p):
     x = batch(7, 3, 4, 4)

@@ -85,8 +85,6 @@ def test_algorithm_2(norm, eps, eta, alpha, neighbours, random_start):
 
 
 # Theorems 4.1 and 4.2
-
-
 @pytest.mark.parametrize("norm", ["linf", "l2"])
 @pytest.mark.parametrize("members", [1, 2, 5])
 def test_theorem_4_1(norm, members):
@@ -153,8 +151,6 @@ def test_theorem_4_2(norm, seed, dim, dtype):
 
 
 # properties
-
-
 ENSEMBLES = [(2, [0.9, 0.1]), (3, [0.2, 0.5, 0.3]), (5, None)]
 
 
@@ -205,8 +201,6 @@ def test_member_order(probs, order):
 
 
 # in half precision
-
-
 @pytest.mark.parametrize("place", ["autocast", "bfloat16"])
 def test_small_probabilities_count_in_half_precision(place):
     """A member of probability 0.001 must not be lost in the rounding of the scores."""

@@ -139,8 +139,6 @@ def test_what_a_stage_leaves_is_put_together_for_the_next(nets):
 
 
 # several draws
-
-
 @pytest.mark.parametrize("rule", [mean_probs, mean_logits])
 @pytest.mark.parametrize("draws", [None, 3])
 def test_scores_are_those_of_the_rule(nets, rule, draws):

@@ -332,8 +332,6 @@ def test_leaves_nothing_behind(name, trick):
 
 
 # which blocks are found
-
-
 class Nested(nn.Module):
     """A skip connection within a branch of another one."""
 
@@ -377,8 +375,6 @@ def test_needs_a_residual_network(net, trick):
 
 
 # in attacks
-
-
 def defenses():
     first, second = copy.deepcopy(built("A")).float(), copy.deepcopy(built("A", 5)).float()
     flips = RandomTransforms(second, [HorizontalFlip(p=0.5)], size=1, draws=2)

@@ -235,8 +235,6 @@ def test_every_attack_is_in_the_list():
 
 
 # images
-
-
 @entries()
 def test_lowers_accuracy_in_the_threat_leaves_nothing_behind_and_repeats_itself(
     attack, defense, capfd
@@ -440,8 +438,6 @@ def test_no_images(pair):
 
 
 # randomness
-
-
 @entries("pgd", "apgd", "arc-l2", "autoattack")
 def test_randomness_is_the_generator(attack, defense):
     x, y = images(6, seed=9)
@@ -455,8 +451,6 @@ def test_randomness_is_the_generator(attack, defense):
 
 
 # what an attack leaves behind
-
-
 @entries(where=lambda attack: not isinstance(attack, CommonCorruption))
 def test_leaves_nothing_behind_when_it_fails(attack, defense, monkeypatch):
     """The network raises at the second call: every attack needs more than one."""
@@ -525,8 +519,6 @@ def test_attacking_can_be_nested(pair):
 
 
 # attacks as values
-
-
 @entries()
 def test_is_a_frozen_value_and_its_repr_builds_it(attack, kind):
     same = replace(attack)
@@ -553,8 +545,6 @@ def test_another_radius(attack, defense):
 
 
 # errors
-
-
 @entries(*OWN_CHECKS)
 def test_non_finite_logits(attack, defense):
     """One such member would shield the others: the objective of all has no gradient."""

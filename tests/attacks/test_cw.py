@@ -57,8 +57,6 @@ def predictions(defense, x):
 
 
 # closed forms
-
-
 @pytest.mark.parametrize(
     ("classes", "objective", "gain"), [(2, expected_margin, 30.0), (5, linear, 0.3)]
 )
@@ -104,8 +102,6 @@ def test_bounds_are_kept_to_the_last_bit(bounds):
 
 
 # the search
-
-
 def test_more_of_the_search_is_never_worse():
     defense, x, y = trained()
     last = torch.full((len(x),), torch.inf)
@@ -154,8 +150,6 @@ def test_pixels_without_a_gradient_stay(dtype):
 
 
 # distributions
-
-
 def test_members_weigh_in_by_their_probability():
     """The boundary of two linear members' mean margin is that of the mean network."""
     mean, x, y = affine(2)

@@ -122,8 +122,6 @@ def test_rounds_whose_inner_attack_runs_out_of_memory():
 
 
 # faster networks
-
-
 class Recording(nn.Module):
     """A network that records its precision, with and without gradients."""
 
@@ -167,8 +165,6 @@ def test_compiled_networks_give_the_same_images(attack):
 
 
 # images of 8 bits
-
-
 def eight_bit(*shape, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, shape, generator=generator) / 255

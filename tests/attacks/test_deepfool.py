@@ -18,8 +18,6 @@ def order_of_dual(threat):
 
 
 # closed forms
-
-
 @both_norms
 @pytest.mark.parametrize("classes", [2, 5])
 @pytest.mark.parametrize(("gain", "overshoot"), [(0.3, 0.02), (30.0, 1e-6)])
@@ -57,8 +55,6 @@ def test_candidates_are_the_largest_logits():
 
 
 # distributions
-
-
 @both_norms
 def test_ensemble_is_its_mean_logits(threat):
     parts = [affine(3, seed=seed)[0] for seed in (0, 1)]

@@ -117,8 +117,6 @@ def test_weights_that_change_between_attacks_are_seen():
 
 
 # networks as people write them
-
-
 class Styled(nn.Module):
     """A convolution and batch norm with statistics that matter, called in one of many ways."""
 

@@ -53,8 +53,6 @@ def close(a, b):
 
 
 # by hand
-
-
 @both_norms
 @pytest.mark.parametrize("variant", ["steepest", "gradients", "normalized", "paper"])
 @pytest.mark.parametrize("momentum", [(0.0, 0.9, 0.99), (0.0,), (0.9, 1.0)])
@@ -132,8 +130,6 @@ def test_adam_is_that_of_torch(threat, betas):
 
 
 # on a hill
-
-
 class Hill(nn.Module):
     """Two classes, whose cross-entropy is highest at the top; a quadratic with unequal axes."""
 

@@ -47,8 +47,6 @@ def dissimilarity(x_adv, x):
 
 
 # by hand
-
-
 class Linear(nn.Module):
     """Right on label 0 as long as w.x + b > 0."""
 
@@ -118,8 +116,6 @@ def test_weighted_sum_of_fourteen_and_of_those_left():
 
 
 # Algorithm 3
-
-
 def written_out(inner, ensemble, aggregate, bound, x, y, order, rounds=30):
     """Image by image and candidate by candidate."""
     weights = ranking_weights(len(order)).to(x)

@@ -32,8 +32,6 @@ def ensemble(gain=3.0):
 
 
 # closed forms
-
-
 @pytest.mark.parametrize("norm", ["linf", "l2"])
 @pytest.mark.parametrize("objective", [expected_ce, worst_ce, ce_of_mean_logits, linear])
 def test_reaches_the_optimum_of_a_linear_net(norm, objective):
@@ -52,8 +50,6 @@ def test_reaches_the_optimum_of_a_linear_net(norm, objective):
 
 
 # reference loops
-
-
 def loss(defense, x, y):
     """The expected cross-entropy of a pair, summed over the images."""
     weights = defense.weights.double()
@@ -107,8 +103,6 @@ def test_the_way_by_hand(threat, steps, random_start, momentum):
 
 
 # which of the iterates is returned
-
-
 def values_of(objective, defense, x, y):
     with torch.no_grad():
         return objective(defense.logits(x), defense.weights, y)
@@ -163,8 +157,6 @@ def test_keeps_the_best_iterate(threat, random_start, objective):
 
 
 # random defenses
-
-
 def test_draws_are_averaged_and_fresh():
     """EoT by hand: the gradient of the weighted mean loss over all looks, new ones each step."""
     net, (x, y) = mlp(1, gain=3.0), noise_images()
@@ -184,8 +176,6 @@ def test_draws_are_averaged_and_fresh():
 
 
 # fooled images leave
-
-
 def attacked(attack, defense, x, y):
     """Return the adversarial images and the probability of the label of each."""
     x_adv = attack(defense, x, y, Streams.from_index(torch.arange(len(x)), 1))

@@ -104,8 +104,6 @@ def test_random_defense_is_refused(attack):
 
 
 # the search of a radius at which the attack inside succeeds
-
-
 @pytest.mark.parametrize("attack", INSIDE.values(), ids=INSIDE.keys())
 def test_within_eps_it_is_the_attack_inside(attack):
     """One radius: the images of the attack itself, from the noise of that radius."""

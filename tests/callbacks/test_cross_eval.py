@@ -165,8 +165,6 @@ def test_bad_arguments(kind, options, message):
 
 
 # the heat map
-
-
 def test_transferability_and_ranking_are_those_of_the_predictions(ensemble, capsys):
     cross = TransferMatrixEval({"pgd": PLAIN})
     _, data = study(ensemble, cross, test_size=50)

@@ -44,8 +44,6 @@ class Jitter(Defense):
 
 
 # one network
-
-
 def test_single():
     inner, x = net(0), images()
     for rule in RULES:
@@ -58,8 +56,6 @@ def test_single():
 
 
 # ensembles
-
-
 def test_ensemble_predicts_with_its_members_probabilities():
     members, x = [net(s) for s in range(3)], images()
     probs = [0.5, 0.3, 0.2]
@@ -100,8 +96,6 @@ def test_wrong_probabilities(kind, probs, message):
 
 
 # mixtures
-
-
 def test_mixture_lays_draws_side_by_side():
     pair, x = Ensemble([net(0), net(1)], [0.9, 0.1], mean_probs), images()
     one = Single(net(2))
@@ -124,8 +118,6 @@ def test_mixture_hands_the_generator_on():
 
 
 # what holds for every defense
-
-
 FLIPS = {"HorizontalFlip": {"p": 0.5}, "VerticalFlip": {}}
 DEFENSES = {
     "single": lambda: Single(net(0)),

@@ -31,8 +31,6 @@ def tiny_defense(**options):
 
 
 # The schedule and the loss
-
-
 def by_hand(net, x, y, target):
     """Class loss and domain loss apart, in the order of the two forwards."""
     source, other = net.encoder(x), net.encoder(target)
@@ -106,8 +104,6 @@ def test_adapting_is_the_authors_loop(known, test, size, scale):
 
 
 # The defense
-
-
 def halves(count, of_target, chance):
     """Two classes: the left half separates them clearly, but shows class 1 on all target images.
 

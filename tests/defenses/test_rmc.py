@@ -52,8 +52,6 @@ def test_an_attack_can_be_the_first_use():
 
 
 # neighbours
-
-
 def brute_force(rows, query, count):
     """Sorted by distance, then by position."""
     found = []
@@ -79,8 +77,6 @@ def test_duplicates_far_from_the_origin_come_in_their_order():
 
 
 # features
-
-
 @pytest.mark.parametrize(
     ("net", "x", "last"),
     [
@@ -106,8 +102,6 @@ def test_no_features():
 
 
 # D'
-
-
 def remembered(store, net=NET, source=None):
     return store.build(net, source or Source((X, Y)), CPU)
 
@@ -204,8 +198,6 @@ def test_a_defense_that_has_remembered_travels_light():
 
 
 # the split
-
-
 @pytest.mark.parametrize(
     ("neighbours", "train", "held"), [(1024, 973, 51), (256, 243, 13), (20, 19, 1), (5, 4, 1)]
 )
@@ -234,8 +226,6 @@ def test_neighbours_of_several_images_are_united():
 
 
 # when training stops
-
-
 def stops_after(stop, trained, held):
     losses = list(zip(trained, held, strict=True))
     counts = range(1, len(losses) + 1)
@@ -267,8 +257,6 @@ def test_stopping(trained, held, either, both):
 
 
 # rounds
-
-
 def by_hand(defense, net, optimizer, train, held, chance):
     """The loop as it is described, on a network and an optimizer that live on."""
     images = remembered(defense.store)
@@ -340,9 +328,6 @@ def test_rounds_are_those_of_a_loop_written_by_hand(monkeypatch, stateful):
         else:
             assert defense.adapted is None
             assert defense.moments is None
-
-
-# that it defends
 
 
 def test_a_network_that_views_its_activations_can_learn():

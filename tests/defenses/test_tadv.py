@@ -50,8 +50,6 @@ def same(a, b):
 
 
 # The loss
-
-
 @pytest.mark.parametrize(
     ("n", "fraction", "clean"),
     [(8, 0.5, 4), (7, 0.5, 3), (1, 0.5, 0), (8, 0.25, 6), (8, 0.9, 1), (8, 1, 0), (8, 0.01, 8)],
@@ -78,8 +76,6 @@ def test_the_loss_is_of_one_forward_by_the_shares_of_clean_and_attacked(n, fract
 
 
 # Weights drawn anew
-
-
 def shaken(net):
     """A network none of whose numbers are those that a constructor gives."""
     with torch.no_grad():
@@ -125,8 +121,6 @@ def test_a_network_that_cannot_be_drawn_anew_is_refused():
 
 
 # The defense
-
-
 def by_hand(net, source, private, epochs, batch_size):
     """Adam with a halved rate each epoch, on batches whose second half is white."""
     images, labels = source

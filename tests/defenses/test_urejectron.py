@@ -64,8 +64,6 @@ def test_obvious_shift_is_seen_and_rejected(net):
 
 
 # predictions
-
-
 def test_before_it_adapts_it_is_the_network(net):
     x, _ = blobs(False, 20)
     defense = made(net)
@@ -93,8 +91,6 @@ def test_rejects_what_scores_above_the_threshold(net, tau):
 
 
 # what it learns
-
-
 def told(image: torch.Tensor) -> bytes:
     return image.numpy().tobytes()
 
@@ -133,8 +129,6 @@ def test_descent_by_hand(net):
 
 
 # what an attacker sees
-
-
 @pytest.mark.parametrize("tau", [0.0, None, 1.0])
 def test_the_adapted_model_rejects_as_it_does(net, tau):
     x, _ = blobs(False, 61)
@@ -209,8 +203,6 @@ def test_networks_of_other_precision(net):
 
 
 # what it leaves alone
-
-
 def test_attacks_are_on_the_network_and_leave_the_discriminator(net):
     x, y = blobs(False, 40)
     final = made(net).adapt(x, chance())
@@ -226,8 +218,6 @@ def test_attacks_are_on_the_network_and_leave_the_discriminator(net):
 
 
 # what is refused
-
-
 def test_needs_two_classes_and_images(net):
     x, _ = blobs(False, 20)
     with pytest.raises(ValueError, match=r"logits \[B, 2\], got \[96, 4\]"):

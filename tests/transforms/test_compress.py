@@ -32,8 +32,6 @@ def pillow(pixels, quality):
 
 
 # JPEG
-
-
 def test_quality_is_that_of_libjpeg():
     quality = torch.tensor([1.0, 5, 10, 30, 49, 50, 75, 95])
     expected = torch.tensor([50, 10, 5, 5 / 3, 50 / 49, 1, 0.5, 0.1])
@@ -116,8 +114,6 @@ def test_any_size_is_padded_by_its_edge():
 
 
 # precision
-
-
 def test_levels():
     x = torch.linspace(0, 1, 9).view(1, 1, 3, 3)
     y = ColorPrecision()(x, torch.tensor([[4.0]]))
@@ -137,8 +133,6 @@ def test_how_many_levels(alpha, fewest):
 
 
 # FFT
-
-
 @pytest.mark.parametrize("width", [32, 31])
 def test_no_frequency_dropped(width):
     x = X[..., :width]
