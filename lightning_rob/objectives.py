@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from lightning_rob.rules import Rule, expectation, mean_logits, mean_probs
+from lightning_rob.rules import Rule, expectation, mean_logits, random_member
 from lightning_rob.threat import guard
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # an objective, or any such function
@@ -220,6 +220,12 @@ def linear(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     return margin(expectation(weights, logits), y)
 
 
+@Objective
+def margin_of_mean_probs(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
+    """Compute the logarithm of the largest wrong mean probability over the label's."""
+    return margin(log_mean_probs(logits, weights), y)
+
+
 @partial(Objective, reduction="mean")
 def expected_margin(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     """Compute the mean over draws of the largest wrong logit minus the label's ("expected h")."""
@@ -317,19 +323,27 @@ def expected_probability_margin(logits: Tensor, weights: Tensor, y: Tensor) -> T
     return expectation(weights, margin)
 
 
-def ce_of_rule(rule: Rule) -> Objective:
-    """Return the cross-entropy that decides a rule's prediction; of votes the expected one."""
-    if rule is mean_logits:
-        return ce_of_mean_logits
-    return ce_of_mean_probs if rule is mean_probs else expected_ce
+def ce_of_rule(rule: Rule, draws: int = 2) -> Objective:
+    """Return the cross-entropy by which to attack a rule on this number of draws or members.
+
+    Votes follow the mean probabilities: the expected loss goes on climbing on members that have
+    long voted for a wrong class.
+    """
+    if rule is random_member or draws == 1:
+        return expected_ce
+    return ce_of_mean_logits if rule is mean_logits else ce_of_mean_probs
 
 
-def margin_of_rule(rule: Rule) -> Objective:
-    """Return the margin that decides a rule's prediction, of mean logits also for `mean_probs`."""
-    return linear if rule in (mean_logits, mean_probs) else expected_margin
+def margin_of_rule(rule: Rule, draws: int = 2) -> Objective:
+    """Return the margin by which to attack a rule on this number of draws or members.
+
+    In the mean logits one confident member would hide how the others vote.
+    """
+    if rule is mean_logits or draws == 1:
+        return linear
+    return expected_margin if rule is random_member else margin_of_mean_probs
 
 
 def losses_of_rule(rule: Rule) -> tuple[Objective, ...]:
     """Return the losses of attacks that count as made for an ensemble of this rule."""
-    found = (ce_of_rule(rule), margin_of_rule(rule))
-    return found if rule is mean_logits else (*found, expected_probability_margin)
+    return ce_of_rule(rule), margin_of_rule(rule)

@@ -22,6 +22,7 @@ from lightning_rob.objectives import (
     expected_margin,
     expected_probability_margin,
     linear,
+    margin_of_mean_probs,
     min_confidence,
     reduction_of,
     targeted_dlr,
@@ -30,7 +31,8 @@ from lightning_rob.objectives import (
 )
 
 CROSS_ENTROPIES = [expected_ce, worst_ce, ce_of_mean_probs, ce_of_mean_logits]
-OBJECTIVES = [*CROSS_ENTROPIES, linear, expected_margin, confident, expected_probability_margin]
+OBJECTIVES = [*CROSS_ENTROPIES, linear, margin_of_mean_probs, expected_margin, confident]
+OBJECTIVES += [expected_probability_margin]
 WEIGHTS = torch.tensor([0.5, 0.3, 0.2])
 every_objective = pytest.mark.parametrize("objective", OBJECTIVES)
 
@@ -57,6 +59,7 @@ def reference(objective, logits, weights, y):
         ce_of_mean_probs: -math.log(mean_probs[y]),
         ce_of_mean_logits: math.log(sum(math.exp(z) for z in mean_logits)) - mean_logits[y],
         linear: max(mean_logits[c] for c in wrong) - mean_logits[y],
+        margin_of_mean_probs: math.log(max(mean_probs[c] for c in wrong) / mean_probs[y]),
         expected_margin: sum(
             weights[i] * (max(z[c] for c in wrong) - z[y]) for i, z in enumerate(logits)
         ),

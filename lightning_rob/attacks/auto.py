@@ -26,14 +26,9 @@ from lightning_rob.defenses import (
 )
 from lightning_rob.defenses.per_image import per_image_layers
 from lightning_rob.defenses.rejection import unwrapped
-from lightning_rob.objectives import (
-    ce_of_rule,
-    expected_probability_margin,
-    linear,
-    margin_of_rule,
-)
+from lightning_rob.objectives import ce_of_rule, linear, losses_of_rule, margin_of_rule
 from lightning_rob.randomness import Generator
-from lightning_rob.rules import mean_logits, random_member
+from lightning_rob.rules import random_member
 from lightning_rob.runtime.errors import at_least
 from lightning_rob.threat import Threat
 
@@ -171,7 +166,8 @@ class Auto(Attack):
         if kind == "transformed":
             followed = sum(part.differentiable for part in defense.transforms.values())
             pgd = self._pgd(defense, self.passes, max(followed, 1))
-            return OnDifferentiable(Budgeted(pgd, self.passes))
+            smooth = replace(pgd, objective=ce_of_rule(defense.rule, members))
+            return OnDifferentiable(Budgeted(smooth, self.passes))
         parts = self._shares(kind, defense, classes)
         free = self.passes - members * len(parts)  # Strongest evaluates each
         given = (Budgeted(attack, max(int(share * free), 1)) for share, attack in parts)
@@ -180,7 +176,7 @@ class Auto(Attack):
     def _apgd(self, defense: Defense) -> APGD:
         """Return APGD on the margin, or in l1 on cross-entropy, which leaves fewer images there."""
         objective = ce_of_rule if self.threat.p == 1 else margin_of_rule
-        return APGD(self.threat, objective=objective(defense.rule))
+        return APGD(self.threat, objective=objective(defense.rule, len(defense.weights)))
 
     def _pgd(self, defense: Defense, passes: int, networks: int) -> PGD:
         """Return PGD with a step size by which as many steps as fit lead across the ball."""
@@ -202,10 +198,9 @@ class Auto(Attack):
             # With fewer steps for each set of many members ARC is the stronger one.
             arc = ARC(self.threat, 1, self.threat.eps / 4, neighbours=4, early_stop=True)
             return (0.5, margin), (0.5, arc)
-        if kind == "ensemble" and defense.rule is not mean_logits:
-            # Of several confident members, probabilities say better than logits who still votes.
-            smooth = APGD(self.threat, objective=expected_probability_margin)
-            return (0.5, smooth), (0.5, margin)
+        if kind == "ensemble":
+            losses = losses_of_rule(defense.rule)
+            return tuple((0.5, APGD(self.threat, objective=loss)) for loss in losses)
         if classes < 4 or self.passes < TARGETS_FROM * len(defense.weights):
             return ((1.0, margin),)
         return (0.25, margin), (0.75, APGD(self.threat, targets=9))

@@ -22,12 +22,7 @@ from lightning_rob.attacks.square import Square
 from lightning_rob.attacks.surrogate import SeenThrough, Slope, SurrogateGradient, by_draw, sources
 from lightning_rob.defenses import Defense, Single
 from lightning_rob.defenses.per_image import restricted_to
-from lightning_rob.objectives import (
-    expected_ce,
-    expected_dlr,
-    expected_margin,
-    expected_probability_margin,
-)
+from lightning_rob.objectives import expected_dlr, expected_probability_margin, losses_of_rule
 from lightning_rob.randomness import Generator, derive_seed, own_streams, seed_of
 from lightning_rob.rules import random_member
 from lightning_rob.runtime.errors import NoGradientError
@@ -116,6 +111,8 @@ class Search:
         # Noise of its own, so that the attack that is found draws the same when it runs alone.
         self.seed = int(torch.randint(2**62, ())) if generator is None else seed_of(generator)
         self.networks = len(defense.weights)
+        rule = defense.rule if self.networks > 1 else random_member  # all alike on one network
+        self.cross_entropy, self.margin = losses_of_rule(rule)
         self.random = self.together = self.rugged = False
         self.blocked = False  # whether something has no slope
         self.findings: list[str] = []
@@ -223,12 +220,10 @@ class Search:
         hard: tuple[Slope, ...] = ()
         with restricted_to(self.defense, rows), own_streams(self.seed, x.device):
             self._look_for_noise(x)
-            margin: Attack = APGD(
-                self.threat, objective=expected_margin, early_stop=not self.together
-            )
+            margin: Attack = APGD(self.threat, objective=self.margin, early_stop=not self.together)
             if self.random:
                 # Step sizes that follow a noisy objective shrink too soon; momentum averages draws.
-                step = PGD(self.threat, 1, self.threat.eps, expected_margin, DRAWS)
+                step = PGD(self.threat, 1, self.threat.eps, self.margin, DRAWS)
                 margin = replace(step, momentum=(0.9,))
             base = SurrogateGradient(margin, draws_anew=self.random, together=self.together)
             met, _ = self._observed(base, x)
@@ -324,7 +319,7 @@ class Search:
     def _is_rugged(self, view: SurrogateGradient, rows: Tensor) -> bool:
         """Return whether slopes of the margin say little of its changes within the ball."""
         x, y, seen = self.x[rows], self.y[rows], SeenThrough(self.defense, view)
-        margin, (low, high) = ObjectiveGradient(expected_margin), self.threat.bounds
+        margin, (low, high) = ObjectiveGradient(self.margin), self.threat.bounds
         self.spent += (2 + DIRECTIONS) * self.networks
         expected, real, noise = [], [], self._noise()
         with restricted_to(self.defense, rows):
@@ -343,7 +338,7 @@ class Search:
 
     def _candidates(self, views: list[SurrogateGradient]) -> Iterator[SurrogateGradient]:
         yield from views
-        yield _changed(views[0], objective=expected_ce)
+        yield _changed(views[0], objective=self.cross_entropy)
 
     def _within(self, attack: Any, passes: int) -> Budgeted:
         """Return the attack within some passes, with steps of PGD that lead across the ball."""
@@ -371,7 +366,7 @@ class Search:
     def _of_best(self, ranked: list[Any]) -> Iterator[Attack]:
         """Yield the best with other objectives, smoothed where slopes call for it."""
         best, *others = ranked
-        objectives = [expected_ce, expected_probability_margin]
+        objectives = [self.cross_entropy, expected_probability_margin]
         objectives += [expected_dlr] if self.classes > 2 else []
         for objective in objectives[: 1 if self.random else None]:
             if objective is not best.attack.objective:

@@ -36,9 +36,8 @@ from lightning_rob.attacks.decorators import RandomCorners, RandomStart
 from lightning_rob.defenses import Defense, Ensemble, is_transform_ensemble, random_transforms_in
 from lightning_rob.objectives import (
     ce_of_mean_logits,
+    ce_of_mean_probs,
     ce_of_rule,
-    expected_ce,
-    expected_probability_margin,
     linear,
     margin_of_rule,
 )
@@ -90,8 +89,8 @@ def default_attacks(defense: Defense, threat: Threat) -> dict[str, Attack]:
     """Return the attacks that score a defense where the user names none.
 
     Adaptive PGD of 20 steps: on the expected loss, on the loss of the mean logits, and with five
-    restarts. For ensembles that average probabilities or vote also on the margin of probabilities;
-    for randomized ones ARC as in the paper, and the climb, which is the strongest.
+    restarts. For ensembles that average probabilities or vote also on the loss of the mean
+    probabilities; for randomized ones ARC as in the paper, and the climb, which is the strongest.
     """
     if defense.transductive:
         raise ValueError(
@@ -110,7 +109,7 @@ def default_attacks(defense: Defense, threat: Threat) -> dict[str, Attack]:
         attacks["apgd"] = APGD(threat, SHORT, restarts=10, draws=draws)
     # Not `suite_kind`: boosting adds the other members later.
     if isinstance(defense, Ensemble) and defense.rule not in (mean_logits, random_member):
-        attacks["adaptive_pgd_probs"] = replace(pgd, objective=expected_probability_margin)
+        attacks["adaptive_pgd_probs"] = replace(pgd, objective=ce_of_mean_probs)
     if isinstance(defense, Ensemble) and defense.rule is random_member and not threat.relative:
         attacks |= _on_members(threat, steps)
     return attacks
@@ -163,11 +162,9 @@ def suite_for(
         own["one_attacked"] = FewAttacked(TransferFromStatic(pgd))
         return AttackSuite(kind, "transfer", ("gmsa_avg", "one_attacked"), own)
     # PGD climbs the loss that decides the prediction; a single network has but one.
-    objective = ce_of_rule(defense.rule) if len(defense.weights) > 1 else expected_ce
+    objective = ce_of_rule(defense.rule, len(defense.weights))
     pgd = replace(pgd, objective=objective, backward=attack_gradients(defense))
-    margin = margin_of_rule(defense.rule) if len(defense.weights) > 1 else linear
-    if kind == "ensemble" and defense.rule is not mean_logits:
-        margin = expected_probability_margin  # of confident members the mean logits say less
+    margin = margin_of_rule(defense.rule, len(defense.weights))
     long = step_across(threat.eps, 5 * steps, 10)
     variants = {  # which should all be about as strong
         "fgsm": replace(pgd, steps=1, step_size=threat.eps, random_start=False),

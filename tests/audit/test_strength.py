@@ -64,7 +64,11 @@ def test_an_adaptive_attack_may_be_too_weak(attack, words):
 
 @pytest.mark.parametrize(
     ("rule", "loss"),
-    [(mean_probs, ce_of_mean_probs), (mean_logits, ce_of_mean_logits), (majority, expected_ce)],
+    [
+        (mean_probs, ce_of_mean_probs),
+        (mean_logits, ce_of_mean_logits),
+        (majority, ce_of_mean_probs),
+    ],
 )
 def test_an_ensemble_with_one_prediction_needs_the_loss_of_its_rule(rule, loss):
     defense = Ensemble([TinyNet(), TinyNet()], rule=rule)

@@ -1,0 +1,69 @@
+"""Which loss fools an ensemble that averages its members or lets them vote, at equal passes.
+
+    OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 python benchmarks/ensemble_losses.py CHECKPOINT...
+
+Each checkpoint holds an ensemble of digits; those of folders that differ in the number at their end
+are trainings of one method. Its members predict by each rule in turn, and APGD climbs each loss on
+the same images, within the same passes. A cell is the accuracy left in per cent, the mean over the
+trainings with its 95 % t interval.
+"""
+
+import argparse
+import re
+from collections import defaultdict
+from pathlib import Path
+from statistics import fmean
+
+from lightning_rob import Ensemble, Threat, evaluate, load, objectives
+from lightning_rob.attacks import APGD, Auto, Budgeted
+from lightning_rob.data import Digits5k
+from lightning_rob.metrics.intervals import student
+from lightning_rob.rules import VOTING_RULES, random_member
+
+LOSSES = [
+    *("expected_ce", "ce_of_mean_probs", "ce_of_mean_logits", "linear", "expected_margin"),
+    *("expected_probability_margin", "margin_of_mean_probs"),
+]
+
+
+def cell(values):
+    if len(values) < 2:
+        return f"{100 * values[0]:.1f}"
+    low, high = student(values)
+    return f"{100 * fmean(values):.1f} [{100 * max(low, 0):.1f}, {100 * high:.1f}]"
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("checkpoints", nargs="+", type=Path)
+    parser.add_argument("--images", type=int, default=100)
+    parser.add_argument("--passes", type=int, default=300)
+    parser.add_argument("--eps", type=float, default=0.1)
+    options = parser.parse_args()
+    test, threat = Digits5k().source(train=False), Threat("linf", options.eps)
+    batch = test.images[: options.images] / 255, test.labels[: options.images]
+    attacks = {
+        name: Budgeted(APGD(threat, objective=getattr(objectives, name)), options.passes)
+        for name in LOSSES
+    } | {"Auto": Auto(threat, options.passes)}
+    found = defaultdict(lambda: defaultdict(list))  # method and rule -> attack -> trainings
+    for path in options.checkpoints:
+        members = load(path).classifiers
+        for rule in VOTING_RULES.values():
+            if rule is random_member:
+                continue
+            result = evaluate(Ensemble(list(members), rule=rule), attacks, [batch], progress=False)
+            method = re.sub(r"_\d+$", "", path.parent.name), rule.__name__
+            for name in ("clean", *attacks):
+                found[method][name].append(result.accuracy(name))
+            print(path, rule.__name__, flush=True)
+    columns = ("clean", *attacks)
+    print(f"\n| method | rule | trainings | {' | '.join(columns)} |")
+    print("|---|---|--:" + "|--:" * len(columns) + "|")
+    for (method, rule), values in found.items():
+        cells = " | ".join(cell(values[name]) for name in columns)
+        print(f"| {method} | `{rule}` | {len(values['clean'])} | {cells} |")
+
+
+if __name__ == "__main__":
+    main()
