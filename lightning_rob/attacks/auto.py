@@ -41,7 +41,6 @@ FEWEST_STEPS = 4  # of the climb for one set of members
 DRAWS = 10  # over which a step of EoT averages
 SEARCH_FROM = 400  # passes of an image and network from which a search pays
 OPENING = 0.25  # share of the passes before a search
-OPENING_FOR_KIND = 0.5  # where there are attacks for the kind
 AGGMO = (0.0, 0.9, 0.99, 0.999, 0.9999, 0.99999)  # momenta of Sitawarin et al. (2022)
 
 
@@ -66,11 +65,12 @@ class Auto(Attack):
 
     A forward pass of a few images shows what hides gradients: operations without a slope, cut
     graphs, values before the output that stand for logits, noise, slopes that say little. The
-    attacks for the kind of defense get a part of the passes. On up to 24 images that still
-    stand, candidates get equal passes: each combination of slopes and objectives that these
-    findings call for (`SurrogateGradient`); the best ones go on with other objectives and with
-    gradients averaged over noisy copies (successive halving). The winners attack all images that
-    stand. On a network that hides nothing most passes go to runs towards classes.
+    attacks for the kind of defense get a part of the passes, or all of them where several networks
+    hide nothing. On up to 24 images that still stand, candidates get equal passes: each combination
+    of slopes and objectives that these findings call for (`SurrogateGradient`); the best ones go on
+    with other objectives and with gradients averaged over noisy copies (successive halving). The
+    winners attack all images that stand. On one network that hides nothing most passes go to runs
+    towards classes.
 
     With fewer than 400 passes for each network, on transformation ensembles and on defenses that
     draw their classifiers, as random transforms, only the attacks for the kind run. A search
@@ -105,15 +105,17 @@ class Auto(Attack):
         if kind in ("transformed", "random") or passes < SEARCH_FROM * count.networks:
             whole = replace(self, passes=passes).schedule(defense, classes)
             return self._noted(AutoResult(whole.perturb(defense, x, y, generator), whole))
+
+        def plan(passes: int) -> Attack:
+            return replace(self, passes=max(passes, 1)).schedule(defense, classes)
+
+        opening = int(OPENING * passes)
+        first = plan(opening)
         # The climb and ARC drop images, which labels behind which a defense rejects do not allow.
-        if kind in ("single", "ensemble") or (kind == "randomized" and per_image_layers(defense)):
-            opening = int(OPENING * passes)
-            first: Attack = Budgeted(self._apgd(defense), opening)
-        else:
-            opening = int(OPENING_FOR_KIND * passes)
-            first = replace(self, passes=opening).schedule(defense, classes)
+        if kind == "single" or (kind == "randomized" and per_image_layers(defense)):
+            first = Budgeted(self._apgd(defense), opening)
         search = Search(self.threat, defense, x, y, generator, classes)
-        return self._noted(search.run(first, opening, passes))
+        return self._noted(search.run(first, opening, passes, plan))
 
     def __call__(
         self, defense: Defense, x: Tensor, y: Tensor, generator: Generator = None

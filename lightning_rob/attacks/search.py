@@ -121,8 +121,13 @@ class Search:
         self.learners: list[SurrogateGradient] = []  # with a network in the place of a part
         self.spent = 0  # passes of an image, at most
 
-    def run(self, first: Attack, opening: int, passes: int) -> AutoResult:
-        """Attack all images by `first`, within its passes, and by what is found, within all."""
+    def run(
+        self, first: Attack, opening: int, passes: int, plan: Callable[[int], Attack]
+    ) -> AutoResult:
+        """Attack all images by `first`, within its passes, and by what is found, within all.
+
+        Where several networks hide nothing, `plan` of the passes that are left takes its place.
+        """
         x, restore = self.x, restoring(self.generator)
         views = self._views(positions(x)[:PROBED])
         shares: list[float] = [*SHARES]
@@ -151,6 +156,13 @@ class Search:
         standing = (right > 0).nonzero()[:, 0]
         if not len(standing):
             return self._found(best.x_adv, first)
+        if self.networks > 1 and not self.findings and float(right.mean()) < STUCK:
+            # Several networks have rough slopes: other starts find more than other slopes.
+            left = passes - self.spent - self._judging
+            again = plan(left)
+            best.improve(again, 1, self.defense, x, self.y, self.generator)
+            self._note("again", again, best.right, left)
+            return self._found(best.x_adv, Strongest((first, again)))
         rows = everyone if self.together else standing[:IMAGES]
         judged = self._round("1", list(self._candidates(views)), rows, int(shares[0] * passes))
         judged.sort(key=lambda one: one.left)  # stable: the earlier one wins ties
@@ -286,7 +298,8 @@ class Search:
             x.requires_grad_(False)
         places = sources(seen.values, seen.decided.argmax(1))
         values = [by_draw(seen.values[place], len(x)) for place in places]
-        of_output = len(values) == 1 and torch.equal(values[0], seen.logits)
+        rows = [*seen.logits]  # of several networks, each one's output
+        of_output = all(any(torch.equal(v, row[None]) for row in rows) for v in values)
         return seen.met, () if of_output else places
 
     def _parts(self, x: Tensor) -> dict[str, bool]:
@@ -432,7 +445,9 @@ class Search:
             return [(1.0, Square(self.threat))]
         best = judged[0]
         follows = not getattr(best.attack, "copies", 1)  # a gradient, at the image itself
-        towards = follows and self.classes > 3 and not self.random and self.threat.p != 1
+        # Of several networks, losses of their rule say more than a loss towards a class.
+        towards = follows and self.classes > 3 and self.networks == 1
+        towards = towards and not self.random and self.threat.p != 1
         targeted = _changed(best.attack, targets=TARGETS) if towards else None
         if best.left == 1 and targeted:
             return [(1.0, targeted)]

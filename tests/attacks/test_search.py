@@ -18,7 +18,7 @@ from lightning_rob.attacks.folding import FoldingError
 from lightning_rob.attacks.nested import walk
 from lightning_rob.attacks.surrogate import SeenThrough, _Surrogate
 from lightning_rob.defenses import Ensemble, Single
-from lightning_rob.rules import mean_logits
+from lightning_rob.rules import majority, mean_logits, mean_probs, random_member
 from lightning_rob.runtime.errors import NoGradientError, ZeroGradientWarning
 from lightning_rob.threat import Threat
 from tests.attacks.common import images, right, seeded, streams, trained_net
@@ -108,6 +108,20 @@ def test_heads_that_are_ranked():
     ranked = Ranked()
     known = right(Single(ranked), x_adv, y).mean().item()
     assert left_by(Auto(THREAT, PASSES), ranked, x, y) <= known + 1.1 / IMAGES
+
+
+@pytest.mark.parametrize("rule", [mean_logits, mean_probs, majority, random_member])
+def test_outputs_of_members_hide_nothing(rule):
+    """Then the schedule gets all passes; a member that rounds is found."""
+    x, y = images(IMAGES, seed=4)
+    members, passes = [trained_net(seed) for seed in (1, 2, 3)], 3 * PASSES
+    result = Auto(THREAT, passes).find(Ensemble(members, rule=rule), x, y, seeded())
+    assert not result.findings
+    assert [trial.words.partition(":")[0] for trial in result.trail] == ["first", "again"]
+    assert sum(trial.passes for trial in result.trail) > 0.9 * passes
+    members[1] = Through(members[1], **FAULTS["rounding"])
+    result = Auto(THREAT, passes).find(Ensemble(members, rule=rule), x, y, seeded())
+    assert "rounding operations" in result.findings
 
 
 class Mean(nn.Module):
