@@ -40,7 +40,7 @@ from lightning_rob.objectives import (
     expected_margin,
     expected_probability_margin,
     linear,
-    margin_of_rule,
+    losses_of_rule,
 )
 from lightning_rob.randomness import Streams
 from lightning_rob.rules import mean_probs
@@ -122,7 +122,7 @@ def for_random(threat, passes):
 
 def for_transformed(threat, passes):
     """Return candidate schedules for an ensemble behind transformations."""
-    pgd, rule = PGD(threat, 1, threat.eps / 10), margin_of_rule(mean_probs)
+    pgd, rule = PGD(threat, 1, threat.eps / 10), losses_of_rule(mean_probs)[1]
     margins = {"margin of the rule": rule, "expected margin": expected_margin}
     return {
         "PGD": OnDifferentiable(Budgeted(pgd, passes)),

@@ -323,27 +323,14 @@ def expected_probability_margin(logits: Tensor, weights: Tensor, y: Tensor) -> T
     return expectation(weights, margin)
 
 
-def ce_of_rule(rule: Rule, draws: int = 2) -> Objective:
-    """Return the cross-entropy by which to attack a rule on this number of draws or members.
+def losses_of_rule(rule: Rule, draws: int = 2) -> tuple[Objective, Objective]:
+    """Return the cross-entropy and the margin by which to attack a rule on draws or members.
 
     Votes follow the mean probabilities: the expected loss goes on climbing on members that have
-    long voted for a wrong class.
+    long voted for a wrong class, and in mean logits one confident member hides the others' votes.
     """
     if rule is random_member or draws == 1:
-        return expected_ce
-    return ce_of_mean_logits if rule is mean_logits else ce_of_mean_probs
-
-
-def margin_of_rule(rule: Rule, draws: int = 2) -> Objective:
-    """Return the margin by which to attack a rule on this number of draws or members.
-
-    In the mean logits one confident member would hide how the others vote.
-    """
-    if rule is mean_logits or draws == 1:
-        return linear
-    return expected_margin if rule is random_member else margin_of_mean_probs
-
-
-def losses_of_rule(rule: Rule) -> tuple[Objective, ...]:
-    """Return the losses of attacks that count as made for an ensemble of this rule."""
-    return ce_of_rule(rule), margin_of_rule(rule)
+        return expected_ce, expected_margin
+    if rule is mean_logits:
+        return ce_of_mean_logits, linear
+    return ce_of_mean_probs, margin_of_mean_probs

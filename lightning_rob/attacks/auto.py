@@ -26,7 +26,7 @@ from lightning_rob.defenses import (
 )
 from lightning_rob.defenses.per_image import per_image_layers
 from lightning_rob.defenses.rejection import unwrapped
-from lightning_rob.objectives import ce_of_rule, linear, losses_of_rule, margin_of_rule
+from lightning_rob.objectives import linear, losses_of_rule
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import random_member
 from lightning_rob.runtime.errors import at_least
@@ -168,7 +168,7 @@ class Auto(Attack):
         if kind == "transformed":
             followed = sum(part.differentiable for part in defense.transforms.values())
             pgd = self._pgd(defense, self.passes, max(followed, 1))
-            smooth = replace(pgd, objective=ce_of_rule(defense.rule, members))
+            smooth = replace(pgd, objective=losses_of_rule(defense.rule, members)[0])
             return OnDifferentiable(Budgeted(smooth, self.passes))
         parts = self._shares(kind, defense, classes)
         free = self.passes - members * len(parts)  # Strongest evaluates each
@@ -177,8 +177,8 @@ class Auto(Attack):
 
     def _apgd(self, defense: Defense) -> APGD:
         """Return APGD on the margin, or in l1 on cross-entropy, which leaves fewer images there."""
-        objective = ce_of_rule if self.threat.p == 1 else margin_of_rule
-        return APGD(self.threat, objective=objective(defense.rule, len(defense.weights)))
+        loss, margin = losses_of_rule(defense.rule, len(defense.weights))
+        return APGD(self.threat, objective=loss if self.threat.p == 1 else margin)
 
     def _pgd(self, defense: Defense, passes: int, networks: int) -> PGD:
         """Return PGD with a step size by which as many steps as fit lead across the ball."""

@@ -111,8 +111,7 @@ class Search:
         # Noise of its own, so that the attack that is found draws the same when it runs alone.
         self.seed = int(torch.randint(2**62, ())) if generator is None else seed_of(generator)
         self.networks = len(defense.weights)
-        rule = defense.rule if self.networks > 1 else random_member  # all alike on one network
-        self.cross_entropy, self.margin = losses_of_rule(rule)
+        self.cross_entropy, self.margin = losses_of_rule(defense.rule, self.networks)
         self.random = self.together = self.rugged = False
         self.blocked = False  # whether something has no slope
         self.findings: list[str] = []

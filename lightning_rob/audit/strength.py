@@ -21,7 +21,7 @@ from lightning_rob.evaluation.findings import (
 )
 from lightning_rob.evaluation.power import Power, counted, finding_of
 from lightning_rob.evaluation.suites import DISSIMILARITY, plug_in_for
-from lightning_rob.objectives import ce_of_rule
+from lightning_rob.objectives import losses_of_rule
 
 RUGGED = 0.1  # of images that five starts break and as many steps from one start do not
 FEWEST_STEPS = 5
@@ -157,7 +157,7 @@ def _pgd_is_adaptive(target: AuditTarget, lacking: str) -> Finding:
     if not lacking:
         text = "PGD on the loss of its rule is adaptive here: its prediction has a gradient."
         return Finding("fine", text)
-    loss = ce_of_rule(target.defense.rule).__name__
+    loss = losses_of_rule(target.defense.rule)[0].__name__
     advice = f"Run PGD with objective lightning_rob.objectives.{loss} within {target.threat}."
     return Finding("warning", lacking, advice)
 

@@ -277,17 +277,15 @@ class RobustCLI(LightningCLI):
         self.before_validate()
         attacks = [*self._attacks()]
         known = {f"robust/{name}" for name in (*attacks, "worst", "clean", "blind", "findings")}
-        known |= {"robust/known_noise"} if self._measures_known_noise() else set()
+        callbacks: Any = self.trainer.callbacks  # type: ignore[attr-defined]
+        if any(getattr(getattr(c, "settings", None), "known_noise", False) for c in callbacks):
+            known.add("robust/known_noise")
         # A threshold for an attack that is not configured would be found missing after hours.
         for name in self.limits if attacks else ():
             short = name.removeprefix("test/")
             if short.startswith("robust/") and short not in known:
                 attack = short.removeprefix("robust/")
                 raise InputError(f"no attack is called {attack!r}: {', '.join(attacks)}, worst")
-
-    def _measures_known_noise(self) -> bool:
-        callbacks: Any = self.trainer.callbacks  # type: ignore[attr-defined]
-        return any(getattr(getattr(c, "settings", None), "known_noise", False) for c in callbacks)
 
     def recipe(self) -> dict[str, Any]:
         """Return the whole configuration as plain data, defaults included."""

@@ -38,7 +38,7 @@ from lightning_rob.evaluation.resume_log import BatchOutcome
 from lightning_rob.evaluation.store import KNOWN, PerImageResults, predicted_class
 from lightning_rob.evaluation.worst import is_random
 from lightning_rob.metrics import robust_accuracy
-from lightning_rob.objectives import ce_of_rule, check_classes, check_labels
+from lightning_rob.objectives import check_classes, check_labels, losses_of_rule
 from lightning_rob.randomness import Streams
 from lightning_rob.rules import mean_probs, rejected_share
 from lightning_rob.runtime.errors import at_least
@@ -316,7 +316,7 @@ class Evaluator:
                 threat,
                 KNOWING_STEPS,
                 step_size,
-                ce_of_rule(part.rule),
+                losses_of_rule(part.rule)[0],
                 keep_best=True,
                 backward=attack_gradients(part),
             )

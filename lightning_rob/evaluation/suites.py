@@ -37,9 +37,8 @@ from lightning_rob.defenses import Defense, Ensemble, is_transform_ensemble, ran
 from lightning_rob.objectives import (
     ce_of_mean_logits,
     ce_of_mean_probs,
-    ce_of_rule,
     linear,
-    margin_of_rule,
+    losses_of_rule,
 )
 from lightning_rob.rules import mean_logits, random_member
 from lightning_rob.threat import Threat
@@ -162,9 +161,8 @@ def suite_for(
         own["one_attacked"] = FewAttacked(TransferFromStatic(pgd))
         return AttackSuite(kind, "transfer", ("gmsa_avg", "one_attacked"), own)
     # PGD climbs the loss that decides the prediction; a single network has but one.
-    objective = ce_of_rule(defense.rule, len(defense.weights))
+    objective, margin = losses_of_rule(defense.rule, len(defense.weights))
     pgd = replace(pgd, objective=objective, backward=attack_gradients(defense))
-    margin = margin_of_rule(defense.rule, len(defense.weights))
     long = step_across(threat.eps, 5 * steps, 10)
     variants = {  # which should all be about as strong
         "fgsm": replace(pgd, steps=1, step_size=threat.eps, random_start=False),

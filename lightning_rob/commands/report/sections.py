@@ -143,7 +143,10 @@ def run_section(run: Run, name: str, level: int, folder: Path) -> Iterator[Block
     if any(result.is_attack for result in final):
         yield Heading(below, "Arguments of the attacks")
         yield attack_table(final)
-    yield from _pictures(run, below, folder)
+    if run.pictures:
+        yield Heading(below, "Pictures")
+    for path in run.pictures:
+        yield picture(path, path.stem.replace("_", " "), folder)
     yield from _provenance(run, final)
 
 
@@ -216,13 +219,6 @@ def _audit(audit: Fields, level: int) -> Iterator[Block]:
     yield table(caption, ["attack", "within", "accuracy>"], rows)
     rest = [[f["name"], f["severity"], f["text"]] for f in audit["findings"] if f not in loud]
     yield Details("Other checks", [table("", ["check", "severity", "finding"], rest)])
-
-
-def _pictures(run: Run, level: int, folder: Path) -> Iterator[Block]:
-    if run.pictures:
-        yield Heading(level, "Pictures")
-    for path in run.pictures:
-        yield picture(path, path.stem.replace("_", " "), folder)
 
 
 def _provenance(run: Run, final: Sequence[AttackResult]) -> Iterator[Block]:
