@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from lightning_rob.rules import Rule, expectation, mean_logits, random_member
+from lightning_rob.rules import Rule, expectation, mean_logits, mean_probs, random_member
 from lightning_rob.threat import guard
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # an objective, or any such function
 Reduction = Literal["mean", "min"]
 DLR_GUARD = 1e-12  # added to divisors, as in the authors' code
+MOST_SPREAD, VOTE_SPREAD = 8.0, 4.0  # of the three largest logits of a member
 PRECISE = 1e-30  # below it values and gradients lose digits in single precision, and end at zero
 
 
@@ -220,10 +221,46 @@ def linear(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     return margin(expectation(weights, logits), y)
 
 
+def _spread(logits: Tensor) -> Tensor:
+    """Return by how much the largest logit leads the third, or the last finite one: [S, B, 1]."""
+    top = logits.detach().topk(min(3, logits.shape[-1])).values
+    spread = top[..., :1] - top.masked_fill(top.isneginf(), torch.inf).amin(-1, keepdim=True)
+    return torch.where(spread > 0, spread, 1)  # equal logits stay as they are
+
+
+def _capped(logits: Tensor, weights: Tensor) -> Tensor:
+    return log_mean_probs(logits * (MOST_SPREAD / _spread(logits)).clamp_max(1), weights)
+
+
 @Objective
-def margin_of_mean_probs(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
-    """Compute the logarithm of the largest wrong mean probability over the label's."""
-    return margin(log_mean_probs(logits, weights), y)
+def ce_of_capped_probs(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
+    """Compute the cross-entropy of mean probabilities of members that are not too confident.
+
+    Of confident members a few decide the slope of the mean probability. Logits of which the largest
+    leads the third by more than 8 are scaled down to that.
+    """
+    return cross_entropy(_capped(logits, weights), y)
+
+
+@Objective
+def margin_of_capped_probs(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
+    """Compute the largest wrong log mean probability minus the label's, capped as above."""
+    return margin(_capped(logits, weights), y)
+
+
+@Objective
+def ce_of_votes(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
+    """Compute the cross-entropy of mean probabilities of members that are equally confident.
+
+    A vote does not depend on the scale of a member's logits; here the largest leads the third by 4.
+    """
+    return cross_entropy(log_mean_probs(logits * (VOTE_SPREAD / _spread(logits)), weights), y)
+
+
+@Objective
+def margin_of_votes(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
+    """Compute the largest wrong logit minus the label's, on means of equally confident members."""
+    return margin(expectation(weights, logits / _spread(logits)), y)
 
 
 @partial(Objective, reduction="mean")
@@ -326,11 +363,13 @@ def expected_probability_margin(logits: Tensor, weights: Tensor, y: Tensor) -> T
 def losses_of_rule(rule: Rule, draws: int = 2) -> tuple[Objective, Objective]:
     """Return the cross-entropy and the margin by which to attack a rule on draws or members.
 
-    Votes follow the mean probabilities: the expected loss goes on climbing on members that have
-    long voted for a wrong class, and in mean logits one confident member hides the others' votes.
+    The expected loss goes on climbing on members that have long voted for a wrong class, and in
+    mean logits one confident member hides the votes of the others.
     """
     if rule is random_member or draws == 1:
         return expected_ce, expected_margin
     if rule is mean_logits:
         return ce_of_mean_logits, linear
-    return ce_of_mean_probs, margin_of_mean_probs
+    if rule is mean_probs:
+        return ce_of_capped_probs, margin_of_capped_probs
+    return ce_of_votes, margin_of_votes

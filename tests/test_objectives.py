@@ -10,8 +10,10 @@ from lightning_rob.objectives import (
     NonFiniteLogitsError,
     TargetedMargin,
     boosted_cross_entropy,
+    ce_of_capped_probs,
     ce_of_mean_logits,
     ce_of_mean_probs,
+    ce_of_votes,
     check_labels,
     check_logits,
     climbed,
@@ -22,7 +24,8 @@ from lightning_rob.objectives import (
     expected_margin,
     expected_probability_margin,
     linear,
-    margin_of_mean_probs,
+    margin_of_capped_probs,
+    margin_of_votes,
     min_confidence,
     reduction_of,
     targeted_dlr,
@@ -31,7 +34,8 @@ from lightning_rob.objectives import (
 )
 
 CROSS_ENTROPIES = [expected_ce, worst_ce, ce_of_mean_probs, ce_of_mean_logits]
-OBJECTIVES = [*CROSS_ENTROPIES, linear, margin_of_mean_probs, expected_margin, confident]
+SCALED = [ce_of_capped_probs, margin_of_capped_probs, ce_of_votes, margin_of_votes]
+OBJECTIVES = [*CROSS_ENTROPIES, *SCALED, linear, expected_margin, confident]
 OBJECTIVES += [expected_probability_margin]
 WEIGHTS = torch.tensor([0.5, 0.3, 0.2])
 every_objective = pytest.mark.parametrize("objective", OBJECTIVES)
@@ -39,12 +43,17 @@ every_objective = pytest.mark.parametrize("objective", OBJECTIVES)
 
 def draws(s=3, b=5, k=4, seed=0, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
-    logits = 3 * torch.randn((s, b, k), generator=generator, dtype=dtype)
+    logits = 6 * torch.randn((s, b, k), generator=generator, dtype=dtype)
     return logits, torch.randint(k, (b,), generator=generator)
 
 
 def reference(objective, logits, weights, y):
     """Each objective for one image, in scalars: logits [S][K], weights [S], y."""
+    if objective in SCALED:
+        leads = [max(row) - sorted(row)[max(len(row) - 3, 0)] for row in logits]
+        capped = objective in (ce_of_capped_probs, margin_of_capped_probs)
+        scales = [min(8 / lead, 1) if capped else 4 / lead for lead in leads]
+        logits = [[scale * z for z in row] for scale, row in zip(scales, logits, strict=True)]
     probs = []
     for row in logits:
         total = sum(math.exp(z - max(row)) for z in row)
@@ -59,7 +68,10 @@ def reference(objective, logits, weights, y):
         ce_of_mean_probs: -math.log(mean_probs[y]),
         ce_of_mean_logits: math.log(sum(math.exp(z) for z in mean_logits)) - mean_logits[y],
         linear: max(mean_logits[c] for c in wrong) - mean_logits[y],
-        margin_of_mean_probs: math.log(max(mean_probs[c] for c in wrong) / mean_probs[y]),
+        ce_of_capped_probs: -math.log(mean_probs[y]),
+        margin_of_capped_probs: math.log(max(mean_probs[c] for c in wrong) / mean_probs[y]),
+        ce_of_votes: -math.log(mean_probs[y]),
+        margin_of_votes: (max(mean_logits[c] for c in wrong) - mean_logits[y]) / 4,
         expected_margin: sum(
             weights[i] * (max(z[c] for c in wrong) - z[y]) for i, z in enumerate(logits)
         ),
@@ -79,6 +91,20 @@ def test_by_hand(objective, s, k):
     for b in range(6):
         expected = reference(objective, logits[:, b].tolist(), weights.tolist(), int(y[b]))
         assert value[b].item() == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("objective", SCALED)
+def test_the_scale_of_members(objective):
+    """It changes no objective of votes; excluded classes and equal logits leave finite slopes."""
+    logits, y = draws()
+    louder = logits * torch.tensor([1.0, 50.0, 0.02])[:, None, None]
+    same = torch.allclose(objective(louder, WEIGHTS, y), objective(logits, WEIGHTS, y))
+    assert same == (objective in (ce_of_votes, margin_of_votes))
+    logits[0, :, 0], logits[1] = -torch.inf, 1.0
+    logits[2, :, 2:] = -torch.inf
+    y = torch.ones_like(y)
+    (gradient,) = torch.autograd.grad(objective(logits.requires_grad_(), WEIGHTS, y).sum(), logits)
+    assert gradient.isfinite().all() and gradient.any()
 
 
 @pytest.mark.parametrize("gap", [-1e4, -200.0, -60.0, -49.0, 49.0, 51.0, 60.0, 200.0, 1e4])

@@ -125,7 +125,7 @@ class Search:
     ) -> AutoResult:
         """Attack all images by `first`, within its passes, and by what is found, within all.
 
-        Where several networks hide nothing, `plan` of the passes that are left takes its place.
+        Where several networks hide nothing, `plan` of the passes that are left is what is found.
         """
         x, restore = self.x, restoring(self.generator)
         views = self._views(positions(x)[:PROBED])
@@ -155,14 +155,41 @@ class Search:
         standing = (right > 0).nonzero()[:, 0]
         if not len(standing):
             return self._found(best.x_adv, first)
-        if self.networks > 1 and not self.findings and float(right.mean()) < STUCK:
-            # Several networks have rough slopes: other starts find more than other slopes.
-            left = passes - self.spent - self._judging
-            again = plan(left)
-            best.improve(again, 1, self.defense, x, self.y, self.generator)
-            self._note("again", again, best.right, left)
-            return self._found(best.x_adv, Strongest((first, again)))
         rows = everyone if self.together else standing[:IMAGES]
+        several = self.networks > 1 and not alone
+        plain = several and not self.findings and not self._is_rugged(views[0], rows[:PROBED])
+        judged = [] if plain else self._judged(views, rows, shares, passes)
+        if several and judged:
+            found = judged[0].attack
+            plain = hasattr(found, "slopes") and replace(found, attack=views[0].attack) == views[0]
+        winners = [] if plain else self._winners(judged)[: 1 if alone else None]
+        free = passes - self.spent - max(len(winners), 1) * self._judging
+        # Slopes that say little lead into the neighbourhood of an image that fools, and no further.
+        local = int(LOCAL * free) if self.rugged and self._scored and not alone else 0
+        free, total = free - local, sum(share for share, _ in winners)
+        count = PassCount(self.defense, x, self.classes)
+        parts = [(attack, int(share / total * free)) for share, attack in winners]
+        finals: list[tuple[Attack, int]]
+        finals = [(self._within(a, n), n) for a, n in parts if n >= a.least(count)]
+        if plain:  # all losses of the rule of several networks are better than one of them
+            finals = [(plan(free), free)]
+        if alone and finals:
+            ((final, given),), before = finals, float(best.right.mean())
+            x_adv, right = self._alone(final, restore)
+            self._note("winner", final, right, given)
+            if float(right.mean()) <= before or not attacks:
+                return self._found(x_adv, final)
+            return self._found(best.x_adv, first)
+        for turn, (final, given) in enumerate(finals, len(attacks)):
+            best.improve(final, turn, self.defense, x, self.y, self.generator)
+            self._note("winner", final, best.right, given)
+        chosen = (*attacks, *(final for final, _ in finals)) or (first,)
+        return self._from_there(chosen[0] if len(chosen) == 1 else Strongest(chosen), best, local)
+
+    def _judged(
+        self, views: list[SurrogateGradient], rows: Tensor, shares: list[float], passes: int
+    ) -> list[Judged]:
+        """Try views, and variants of the best ones unless they fool all images; best first."""
         judged = self._round("1", list(self._candidates(views)), rows, int(shares[0] * passes))
         judged.sort(key=lambda one: one.left)  # stable: the earlier one wins ties
         if not judged or judged[0].left > 0:
@@ -173,26 +200,7 @@ class Search:
             variants = list(self._variants(judged, int(LEARNING * passes)))
             judged += self._round("2", variants, rows, int(shares[1] * passes))
             judged.sort(key=lambda one: one.left)
-        winners = self._winners(judged)[: 1 if alone else None]
-        free = passes - self.spent - len(winners) * self._judging
-        # Slopes that say little lead into the neighbourhood of an image that fools, and no further.
-        local = int(LOCAL * free) if self.rugged and self._scored and not alone else 0
-        free, total = free - local, sum(share for share, _ in winners)
-        count = PassCount(self.defense, x, self.classes)
-        finals = [self._within(attack, int(share / total * free)) for share, attack in winners]
-        finals = [one for one in finals if one.passes >= one.attack.least(count)]
-        if alone and finals:
-            (final,), before = finals, float(best.right.mean())
-            x_adv, right = self._alone(final, restore)
-            self._note("winner", final, right, final.passes)
-            if float(right.mean()) <= before or not attacks:
-                return self._found(x_adv, final)
-            return self._found(best.x_adv, first)
-        for turn, final in enumerate(finals, len(attacks)):
-            best.improve(final, turn, self.defense, x, self.y, self.generator)
-            self._note("winner", final, best.right, final.passes)
-        chosen = (*attacks, *finals) or (first,)
-        return self._from_there(chosen[0] if len(chosen) == 1 else Strongest(chosen), best, local)
+        return judged
 
     def _from_there(self, found: Attack, best: Best, passes: int) -> AutoResult:
         """Go on from the best images by Square, if there are passes for it."""

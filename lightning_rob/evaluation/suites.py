@@ -36,7 +36,6 @@ from lightning_rob.attacks.decorators import RandomCorners, RandomStart
 from lightning_rob.defenses import Defense, Ensemble, is_transform_ensemble, random_transforms_in
 from lightning_rob.objectives import (
     ce_of_mean_logits,
-    ce_of_mean_probs,
     linear,
     losses_of_rule,
 )
@@ -88,8 +87,8 @@ def default_attacks(defense: Defense, threat: Threat) -> dict[str, Attack]:
     """Return the attacks that score a defense where the user names none.
 
     Adaptive PGD of 20 steps: on the expected loss, on the loss of the mean logits, and with five
-    restarts. For ensembles that average probabilities or vote also on the loss of the mean
-    probabilities; for randomized ones ARC as in the paper, and the climb, which is the strongest.
+    restarts. For ensembles that average probabilities or vote also on the loss of their rule; for
+    randomized ones ARC as in the paper, and the climb, which is the strongest.
     """
     if defense.transductive:
         raise ValueError(
@@ -108,7 +107,7 @@ def default_attacks(defense: Defense, threat: Threat) -> dict[str, Attack]:
         attacks["apgd"] = APGD(threat, SHORT, restarts=10, draws=draws)
     # Not `suite_kind`: boosting adds the other members later.
     if isinstance(defense, Ensemble) and defense.rule not in (mean_logits, random_member):
-        attacks["adaptive_pgd_probs"] = replace(pgd, objective=ce_of_mean_probs)
+        attacks["adaptive_pgd_probs"] = replace(pgd, objective=losses_of_rule(defense.rule)[0])
     if isinstance(defense, Ensemble) and defense.rule is random_member and not threat.relative:
         attacks |= _on_members(threat, steps)
     return attacks

@@ -112,12 +112,14 @@ def test_heads_that_are_ranked():
 
 @pytest.mark.parametrize("rule", [mean_logits, mean_probs, majority, random_member])
 def test_outputs_of_members_hide_nothing(rule):
-    """Then the schedule gets all passes; a member that rounds is found."""
+    """A member that rounds is found; else the schedule gets all passes, or the last ones."""
     x, y = images(IMAGES, seed=4)
     members, passes = [trained_net(seed) for seed in (1, 2, 3)], 3 * PASSES
-    result = Auto(THREAT, passes).find(Ensemble(members, rule=rule), x, y, seeded())
-    assert not result.findings
-    assert [trial.words.partition(":")[0] for trial in result.trail] == ["first", "again"]
+    defense = Ensemble(members, rule=rule)
+    result = Auto(THREAT, passes).find(defense, x, y, seeded())
+    assert set(result.findings) <= {"slopes that say little of how predictions change"}
+    torch.testing.assert_close(result.attack(defense, x, y, seeded()), result.x_adv)
+    assert result.findings or len(result.trail) == 2
     assert sum(trial.passes for trial in result.trail) > 0.9 * passes
     members[1] = Through(members[1], **FAULTS["rounding"])
     result = Auto(THREAT, passes).find(Ensemble(members, rule=rule), x, y, seeded())

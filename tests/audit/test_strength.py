@@ -12,7 +12,12 @@ from lightning_rob.audit.strength import adaptive, black_box
 from lightning_rob.audit.target import AuditTarget
 from lightning_rob.defenses import Ensemble, RandomTransforms, Single
 from lightning_rob.evaluation.findings import many, significant
-from lightning_rob.objectives import ce_of_mean_logits, ce_of_mean_probs, expected_ce
+from lightning_rob.objectives import (
+    ce_of_capped_probs,
+    ce_of_mean_logits,
+    ce_of_votes,
+    expected_ce,
+)
 from lightning_rob.rules import majority, mean_logits, mean_probs
 from lightning_rob.threat import Threat
 from tests.audit.planted import THREAT
@@ -62,17 +67,13 @@ def test_an_adaptive_attack_may_be_too_weak(attack, words):
     assert words in found.text
 
 
-@pytest.mark.parametrize(
-    ("rule", "loss"),
-    [
-        (mean_probs, ce_of_mean_probs),
-        (mean_logits, ce_of_mean_logits),
-        (majority, ce_of_mean_probs),
-    ],
-)
+LOSSES = {mean_probs: ce_of_capped_probs, mean_logits: ce_of_mean_logits, majority: ce_of_votes}
+
+
+@pytest.mark.parametrize(("rule", "loss"), LOSSES.items())
 def test_an_ensemble_with_one_prediction_needs_the_loss_of_its_rule(rule, loss):
     defense = Ensemble([TinyNet(), TinyNet()], rule=rule)
-    for objective in (ce_of_mean_probs, ce_of_mean_logits, expected_ce):
+    for objective in (*LOSSES.values(), expected_ce):
         attack = PGD(THREAT, 10, 0.05, objective)
         found = adaptive(AuditTarget(defense, THREAT, other_attacks={"mine": attack}), {})
         assert found.flagged == (objective is not loss)

@@ -63,10 +63,12 @@ def test_the_suite_fits_the_defense():
 def test_the_plug_in_that_is_advised_for_an_ensemble_is_made_for_its_rule(rule):
     defense = Ensemble([TinyNet(), TinyNet()], rule=rule)
     content = yaml.safe_load((ROOT / plug_in_for(defense)).read_text())
-    (attack,) = content["init_args"]["attacks"].values()
-    objective = attack["init_args"].get("objective", "expected_ce").rpartition(".")[2]
-    pgd = PGD(THREAT, 1, 0.1, objective=getattr(objectives, objective))
-    assert pgd.is_made_for("ensemble", rule)
+    names = [
+        attack["init_args"]["objective"] for attack in content["init_args"]["attacks"].values()
+    ]
+    losses = [getattr(objectives, name.rpartition(".")[2]) for name in names]
+    pgds = [PGD(THREAT, 1, 0.1, objective=loss) for loss in losses]
+    assert any(pgd.is_made_for("ensemble", rule) for pgd in pgds)
     attacks = default_attacks(defense, THREAT).values()  # of the monitor
     assert any(attack.is_made_for("ensemble", rule) for attack in attacks)
 
