@@ -148,7 +148,10 @@ def boosted_cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
 
 def log_mean_probs(logits: Tensor, weights: Tensor) -> Tensor:
     """Compute the logarithm of the mean probabilities: [S, B, K], [S] -> [B, K]."""
-    return (logits.log_softmax(-1) + weights.to(logits).log()[:, None, None]).logsumexp(0)
+    # The sum over draws has no slope where all exclude a class: its logarithm is finite here.
+    floor = torch.finfo(logits.dtype).min / 4
+    logs = logits.log_softmax(-1).clamp_min(floor)
+    return (logs + weights.to(logits).log()[:, None, None]).logsumexp(0)
 
 
 def _log_expectation(weights: Tensor, logarithms: Tensor) -> Tensor:

@@ -93,6 +93,20 @@ def test_by_hand(objective, s, k):
         assert value[b].item() == pytest.approx(expected, abs=1e-12)
 
 
+@every_objective
+def test_a_class_that_all_draws_exclude(objective):
+    """Changes no gradient: as in the paper's formulas without it."""
+    logits, y = draws(k=4)
+    y = y % 3
+    excluded = logits.index_fill(-1, torch.tensor([3]), -torch.inf).requires_grad_()
+    fewer = logits[..., :3].clone().requires_grad_()
+    found, expected = (
+        torch.autograd.grad(objective(z, WEIGHTS, y).sum(), z)[0] for z in (excluded, fewer)
+    )
+    torch.testing.assert_close(found[..., :3], expected)
+    assert not found[..., 3].any()
+
+
 @pytest.mark.parametrize("objective", SCALED)
 def test_the_scale_of_members(objective):
     """It changes no objective of votes; excluded classes and equal logits leave finite slopes."""
@@ -102,6 +116,7 @@ def test_the_scale_of_members(objective):
     assert same == (objective in (ce_of_votes, margin_of_votes))
     logits[0, :, 0], logits[1] = -torch.inf, 1.0
     logits[2, :, 2:] = -torch.inf
+    logits[..., 3] = -torch.inf  # of all members
     y = torch.ones_like(y)
     (gradient,) = torch.autograd.grad(objective(logits.requires_grad_(), WEIGHTS, y).sum(), logits)
     assert gradient.isfinite().all() and gradient.any()

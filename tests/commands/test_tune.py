@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 from pathlib import Path
-from statistics import median
 
 import pytest
 import yaml
@@ -16,8 +15,6 @@ from lightning_rob.commands.tune.study import (
     Record,
     Search,
     Study,
-    Trial,
-    below_median,
     read_trials,
 )
 from lightning_rob.runtime import spread
@@ -188,71 +185,6 @@ def test_the_same_point_twice_counts_by_its_mean_and_pending_ones_as_average(tmp
     first = search.propose(20, tried)
     apart = search.propose(20, tried, [first])
     assert math.dist(first.values(), apart.values()) > 0.01
-
-
-def curve(*values, stopped=False):
-    metrics = {f"objective/{i}": value for i, value in enumerate(values, 1)}
-    return Trial(0, {}, metrics | ({"stopped": 1.0} if stopped else {}), 0.0)
-
-
-def test_a_trial_stops_below_the_median_of_others_at_the_same_validation():
-    others = [curve(0.1 * i, 0.1 * i + 0.3) for i in range(5)]  # medians 0.2 and 0.5
-    assert below_median([0.19], others)
-    assert not below_median([0.2], others)
-    assert not below_median([0.6, 0.1], others)  # the best so far counts
-    assert below_median([0.3, 0.4], others)
-    assert not below_median([0.0], others[:4])  # too few for a median
-    assert not below_median([0.0, 0.0, 0.0], others)  # nobody got that far
-    # Stopped ones count as far as they came: else the bar would rise with each survivor.
-    assert not below_median([0.19], [*others, curve(0.0, stopped=True), curve(0.0, stopped=True)])
-
-
-def test_a_stopped_trial_is_never_the_best_but_tells_how_far_it_came(tmp_path):
-    def evaluate(number, point):
-        metrics = hill(number, point)
-        return {"height": 9.0, "stopped": 1.0} if number == 3 else metrics
-
-    made = study(tmp_path, evaluate, trials=8, random=4)
-    made.run()
-    stopped = made.record.ended[3]
-    assert stopped.stopped and stopped.objective == 9.0
-    assert made.record.best.objective < 3
-    known = [(trial.values, trial.objective) for trial in made.record.ended]
-    assert (stopped.values, 9.0) in made.search.observations(known, [])
-
-
-def test_hopeless_trials_of_the_command_stop_early(tmp_path, monkeypatch, capsys):
-    """From a millionth to a tenth: with the smallest learning rates nothing is learned."""
-    monkeypatch.chdir(tmp_path)
-    trial = SHORT | {"trainer.max_epochs": 4, "model.init_args.epochs": 2}
-    budget = {"trials": 12, "random": 12, "stop_after": 1}
-    space = SPACE | {"trial": trial, "budget": budget}
-    run("tune", *files(tmp_path, space, **{"trainer__callbacks+": [EVALUATION]}))
-    trials = [trial for _, trial in read_trials(tmp_path / "out/trials.jsonl")]
-    stopped = [trial for trial in trials if trial.stopped]
-    assert stopped and not any(trial.stopped for trial in trials[:5])
-    for one in trials:
-        assert len(one.progress) < 4 if one.stopped else len(one.progress) == 4
-        assert one.objective == pytest.approx(one.progress[-1])
-        earlier = trials[: one.number]
-        reached = [
-            t.progress[len(one.progress) - 1]
-            for t in earlier
-            if len(t.progress) >= len(one.progress)
-        ]
-        if one.stopped:
-            assert max(one.progress) < median(reached)
-    best = max((t for t in trials if not t.stopped), key=lambda t: t.objective)
-    printed = capsys.readouterr().out
-    assert (
-        f"{best.objective:.4g} at trial {best.number} of 12 ({len(stopped)} stopped early)"
-        in printed
-    )
-    first = stopped[0]
-    assert (
-        f"trial {first.number}: {first.objective:.4g}, stopped after {len(first.progress)} val"
-        in printed
-    )
 
 
 def test_it_stops_after_more_than_patience_trials_without_improvement():

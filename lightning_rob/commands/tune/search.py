@@ -2,14 +2,13 @@
 
 import gc
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
-from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.console import Console
 from rich.table import Table
 
@@ -17,15 +16,7 @@ from lightning_rob.commands.base import Run, quiet_lightning
 from lightning_rob.commands.specs import class_name
 from lightning_rob.commands.tune import TuneConfig
 from lightning_rob.commands.tune.space import Point, Space, replaced
-from lightning_rob.commands.tune.study import (
-    PROGRESS,
-    STOPPED,
-    Record,
-    Search,
-    Study,
-    Trial,
-    below_median,
-)
+from lightning_rob.commands.tune.study import Record, Search, Study, Trial
 from lightning_rob.plots import convergence, save
 from lightning_rob.randomness import derive_seed
 from lightning_rob.recipes.safe_yaml import load_file
@@ -71,13 +62,12 @@ def run(config: TuneConfig, built: Run, build: Build) -> None:
     parts = [bounds, space.objective, space.trial, str(space.near_zero)]
     key = cache_key(recipe=built.recipe, space=parts, seed=config.seed)
     record = Record(out / "trials.jsonl", key)
-    training = Training(built.recipe, space, config.seed, out, build, record, budget.stop_after)
+    training = Training(built.recipe, space, config.seed, out, build)
     with quiet_lightning():
         training.build_trial(0, own)  # fail for an invalid value before the first trial
 
     def report(trial: Trial) -> None:
         outcome = visible(trial.error or f"{trial.objective:.4g}")
-        outcome += f", stopped after {len(trial.progress)} validations" if trial.stopped else ""
         best = record.best
         text = f"; best {best.objective:.4g} at trial {best.number}" if best else ""
         count = f"[{len(record.trials)}/{budget.trials}]"
@@ -104,19 +94,13 @@ class Training:
     seed: int
     folder: Path  # of the study
     build: Build
-    record: Record
-    stop_after: int = 0
 
     def __call__(self, number: int, values: Point) -> dict[str, float]:
-        """Return the metrics that were logged last, and the objective after each validation."""
-        progress = Progress(self.space, self.record.ended, self.stop_after)
+        """Return the metrics that were logged last."""
         with quiet_lightning():
             built = self.build_trial(number, values)
-            built.trainer.callbacks.append(progress)
             built.trainer.fit(built.model, datamodule=built.datamodule)
             metrics = {name: float(v) for name, v in built.trainer.callback_metrics.items()}
-        metrics |= {f"{PROGRESS}{i}": value for i, value in enumerate(progress.values, 1)}
-        metrics |= {STOPPED: 1.0} if progress.stopped else {}
         del built
         gc.collect()  # reference cycles would keep the networks of earlier trials
         return metrics
@@ -134,26 +118,6 @@ class Training:
         trainer["callbacks+"] = [c for c in given if class_name(c["class_path"]) not in unfit]
         atomic_write_text(folder / "config.yaml", yaml.safe_dump(recipe, sort_keys=False))
         return self.build(folder / "config.yaml")
-
-
-class Progress(Callback):
-    """Keep the objective after each validation; stop a trial that is below the median."""
-
-    def __init__(self, space: Space, others: Sequence[Trial], stop_after: int) -> None:
-        self.space, self.others, self.stop_after = space, others, stop_after
-        self.values: list[float] = []
-        self.stopped = False
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Score the metrics, if the objective is logged already."""
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        if not self.space.objective.keys() <= metrics.keys():
-            return
-        self.values.append(self.space.score(metrics))
-        ends = trainer.current_epoch + 1 == trainer.max_epochs
-        due = 0 < self.stop_after <= len(self.values) and not ends
-        if due and below_median(self.values, self.others):
-            self.stopped = trainer.should_stop = True
 
 
 def write_outcome(study: Study, run: Run, folder: Path) -> None:
@@ -183,13 +147,11 @@ def write_outcome(study: Study, run: Run, folder: Path) -> None:
     save(convergence(objectives, label), folder / "convergence.png")
 
     failed = sum(trial.error is not None for trial in trials)
-    stopped = sum(trial.stopped for trial in trials)
     first = objectives[0] if trials[0].number == 0 else None
     print(
         f"{label}: {best.objective:.4g} at trial {best.number} of {len(trials)}"
         f"{f' ({failed} failed)' if failed else ''}"
-        f"{f' ({stopped} stopped early)' if stopped else ''}; "
-        f"untuned: {'failed' if first is None else f'{first:.4g}'}"
+        f"; untuned: {'failed' if first is None else f'{first:.4g}'}"
     )
     print(f"Wrote {folder}/trials.jsonl, best.yaml and convergence.png")
     allowance = "".join(f" {OPTION} {name}" for name in sorted(allowed()))

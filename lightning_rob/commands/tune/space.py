@@ -21,7 +21,6 @@ class Budget:
     min_trials: int = 80  # before the search may stop early
     patience: int = 40  # trials in a row without improvement
     random: int = 12  # before the optimizer proposes
-    stop_after: int = 0  # validations, from which on a trial below the median stops; 0 never
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 from bayes_opt import BayesianOptimization
@@ -23,9 +23,6 @@ from lightning_rob.runtime.files import append_lines, read_json_lines
 Observation = tuple[Point, float | None]  # None: the trial failed
 Evaluate = Callable[[int, Point], dict[str, float]]  # metrics of a trial by number and values
 
-PROGRESS = "objective/"  # with the number of a validation: the objective there, among the metrics
-STOPPED = "stopped"  # among the metrics of a trial that was not trained to its end
-FEWEST = 5  # trials that have a median
 KAPPA = 2.576  # default of the library, and of Ray Tune when the authors used it
 
 
@@ -96,28 +93,9 @@ class Trial:
     values: Point
     metrics: dict[str, float]  # the last logged ones
     seconds: float
-    objective: float | None = None  # the maximized sum, of a stopped trial so far; None: it failed
+    objective: float | None = None  # the maximized sum; None: it failed
     error: str | None = None
     versions: dict[str, str] = field(default_factory=versions)
-
-    @property
-    def progress(self) -> list[float]:
-        """The objective after each validation."""
-        return [value for name, value in self.metrics.items() if name.startswith(PROGRESS)]
-
-    @property
-    def stopped(self) -> bool:
-        """Whether it was below the median of other trials, and not trained to its end."""
-        return STOPPED in self.metrics
-
-
-def below_median(progress: Sequence[float], others: Sequence[Trial]) -> bool:
-    """Whether a trial's best objective so far is below the median of others' at that validation.
-
-    The rule is that of Golovin et al. 2017 (Vizier), without their running mean.
-    """
-    reached = [t.progress[len(progress) - 1] for t in others if len(t.progress) >= len(progress)]
-    return len(reached) >= FEWEST and max(progress) < median(reached)
 
 
 def attempt(evaluate: Evaluate, number: int, values: Point) -> Trial:
@@ -158,8 +136,7 @@ class Record:
 
     @property
     def best(self) -> Trial | None:
-        # A stopped trial has no final objective.
-        found = [t for t in self.ended if t.objective is not None and not t.stopped]
+        found = [trial for trial in self.ended if trial.objective is not None]
         return max(found, key=lambda trial: trial.objective or 0.0, default=None)
 
     def add(self, trial: Trial) -> None:
