@@ -18,12 +18,12 @@ class LeaderboardConfig(SpreadConfig):
 
       lightning-rob leaderboard boards/digits --evaluate     scores what has no scores yet
       lightning-rob leaderboard boards/digits --check 50     attacks 50 images of each again
-      lightning-rob leaderboard mine --evaluate --beside leaderboard_digits.json
+      lightning-rob leaderboard mine --evaluate --beside leaderboard_photographs.json
                         ranks the defenses of `mine` among those of a published leaderboard
 
     Each submission is checked: the protocol of its scores, the fingerprint of its weights,
-    severe findings. One that fails gets no rank, with the reason. Writes leaderboard.md,
-    .html and .json into the folder.
+    severe findings. One that fails gets no rank, with the reason, and the exit code is 1.
+    Writes leaderboard.md, .html and .json into the folder.
 
     Args:
         folder: the leaderboard

@@ -110,6 +110,8 @@ def run(
             for norm in protocol.radii if not one.reasons else ():
                 check_row(*rows([one], norm))
             if not one.reasons:
+                if defense and config.check:
+                    print(visible(f"{one.folder.name}: images attacked again agree"), flush=True)
                 hash(one.scores["weights"])  # what the file cannot hold is an error of its own
                 json.dumps(one.publish(protocol), allow_nan=False)
         except Exception as error:  # one submission never stops the others
@@ -136,6 +138,9 @@ def run(
         for row in entries:
             print(visible(f"  {cells(row)[0]:>8}  {cells(row)[5]:20}  {row['defense']}"))
     print(visible(f"Wrote {folder}/leaderboard.md, .html and .json"))
+    if refused := sum(bool(one.reasons) for one in found):
+        print(f"{refused} of {len(found)} submissions have no rank, for the reasons above")
+        raise SystemExit(1)
 
 
 def rows(submissions: Sequence[Submission], norm: str) -> list[dict[str, Any]]:
