@@ -239,8 +239,8 @@ def _capped(logits: Tensor, weights: Tensor) -> Tensor:
 def ce_of_capped_probs(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     """Compute the cross-entropy of mean probabilities of members that are not too confident.
 
-    Of confident members a few decide the slope of the mean probability. Logits of which the largest
-    leads the third by more than 8 are scaled down to that.
+    The most confident members alone decide the slope of the mean probability. A member's logits are
+    scaled down if the largest leads the third by more than 8.
     """
     return cross_entropy(_capped(logits, weights), y)
 
@@ -364,7 +364,7 @@ def expected_probability_margin(logits: Tensor, weights: Tensor, y: Tensor) -> T
 
 
 def losses_of_rule(rule: Rule, draws: int = 2) -> tuple[Objective, Objective]:
-    """Return the cross-entropy and the margin by which to attack a rule on draws or members.
+    """Return the cross-entropy and the margin that attack a rule over this number of members.
 
     The expected loss goes on climbing on members that have long voted for a wrong class, and in
     mean logits one confident member hides the votes of the others.

@@ -95,7 +95,7 @@ def test_by_hand(objective, s, k):
 
 @every_objective
 def test_a_class_that_all_draws_exclude(objective):
-    """Changes no gradient: as in the paper's formulas without it."""
+    """It has no gradient, and that of the other classes is as without it."""
     logits, y = draws(k=4)
     y = y % 3
     excluded = logits.index_fill(-1, torch.tensor([3]), -torch.inf).requires_grad_()

@@ -125,7 +125,8 @@ class Search:
     ) -> AutoResult:
         """Attack all images by `first`, within its passes, and by what is found, within all.
 
-        Where several networks hide nothing, `plan` of the passes that are left is what is found.
+        `plan` makes an attack for a number of passes. Where several networks hide nothing, it makes
+        the last attack, in the place of the winners.
         """
         x, restore = self.x, restoring(self.generator)
         views = self._views(positions(x)[:PROBED])

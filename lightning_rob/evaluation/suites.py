@@ -34,11 +34,7 @@ from lightning_rob.attacks.auto import (
 )
 from lightning_rob.attacks.decorators import RandomCorners, RandomStart
 from lightning_rob.defenses import Defense, Ensemble, is_transform_ensemble, random_transforms_in
-from lightning_rob.objectives import (
-    ce_of_mean_logits,
-    linear,
-    losses_of_rule,
-)
+from lightning_rob.objectives import ce_of_mean_logits, linear, losses_of_rule
 from lightning_rob.rules import mean_logits, random_member
 from lightning_rob.threat import Threat
 
