@@ -26,6 +26,7 @@ from lightning_rob.rules import VOTING_RULES, random_member
 LOSSES = [
     *("expected_ce", "ce_of_mean_probs", "ce_of_mean_logits", "linear"),
     *("ce_of_capped_probs", "margin_of_capped_probs", "ce_of_votes", "margin_of_votes"),
+    "margin_of_two_votes",
 ]
 
 

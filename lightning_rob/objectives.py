@@ -14,13 +14,21 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from lightning_rob.rules import Rule, expectation, mean_logits, mean_probs, random_member
+from lightning_rob.rules import (
+    Rule,
+    expectation,
+    mean_logits,
+    mean_probs,
+    random_member,
+    top2_majority,
+)
 from lightning_rob.threat import guard
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # an objective, or any such function
 Reduction = Literal["mean", "min"]
 DLR_GUARD = 1e-12  # added to divisors, as in the authors' code
 MOST_SPREAD, VOTE_SPREAD = 8.0, 4.0  # of the three largest logits of a member
+TIE = 0.5  # votes that the first choice of the first member is worth
 PRECISE = 1e-30  # below it values and gradients lose digits in single precision, and end at zero
 
 
@@ -260,10 +268,37 @@ def ce_of_votes(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     return cross_entropy(log_mean_probs(logits * (VOTE_SPREAD / _spread(logits)), weights), y)
 
 
+def _smoothed_votes(logits: Tensor, weights: Tensor, votes: int) -> Tensor:
+    """Return the mean over draws of smoothed votes for a draw's largest classes: [B, K].
+
+    A vote is the sigmoid of 4 times the distance to the bar, in units of `_spread`: to the largest
+    score of the other classes, or, if each draw has two votes, to their second largest one.
+    """
+    scores = (logits / _spread(logits)).clamp_min(-1 / torch.finfo(logits.dtype).eps)
+    if votes >= logits.shape[-1]:  # every class has a vote of every draw
+        return torch.zeros_like(expectation(weights, scores))
+    top = scores.topk(votes + 1).values
+    last, beyond = top[..., -2:-1], top[..., -1:]
+    bar = torch.where(scores >= last, beyond, last)
+    return expectation(weights, (VOTE_SPREAD * (scores - bar)).sigmoid())
+
+
 @Objective
 def margin_of_votes(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
-    """Compute the largest wrong logit minus the label's, on means of equally confident members."""
-    return margin(expectation(weights, logits / _spread(logits)), y)
+    """Compute the largest share of smoothed votes of a wrong class minus the label's."""
+    return margin(_smoothed_votes(logits, weights, 1), y)
+
+
+@Objective
+def margin_of_two_votes(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
+    """Compute the same where each draw votes for two classes, as `top2_majority` counts them.
+
+    Classes that tie are common, and the first choice of the first draw decides among them.
+    """
+    counts = _smoothed_votes(logits, weights, 2)
+    first = logits[int((weights > 0).int().argmax())][None]
+    lead = VOTE_SPREAD * (first - first.amax(-1, keepdim=True)) / _spread(first)
+    return margin(counts + TIE * lead[0].exp(), y)
 
 
 @partial(Objective, reduction="mean")
@@ -375,4 +410,4 @@ def losses_of_rule(rule: Rule, draws: int = 2) -> tuple[Objective, Objective]:
         return ce_of_mean_logits, linear
     if rule is mean_probs:
         return ce_of_capped_probs, margin_of_capped_probs
-    return ce_of_votes, margin_of_votes
+    return ce_of_votes, margin_of_two_votes if rule is top2_majority else margin_of_votes

@@ -25,6 +25,7 @@ from lightning_rob.objectives import (
     expected_probability_margin,
     linear,
     margin_of_capped_probs,
+    margin_of_two_votes,
     margin_of_votes,
     min_confidence,
     reduction_of,
@@ -34,7 +35,8 @@ from lightning_rob.objectives import (
 )
 
 CROSS_ENTROPIES = [expected_ce, worst_ce, ce_of_mean_probs, ce_of_mean_logits]
-SCALED = [ce_of_capped_probs, margin_of_capped_probs, ce_of_votes, margin_of_votes]
+OF_VOTES = [ce_of_votes, margin_of_votes, margin_of_two_votes]
+SCALED = [ce_of_capped_probs, margin_of_capped_probs, *OF_VOTES]
 OBJECTIVES = [*CROSS_ENTROPIES, *SCALED, linear, expected_margin, confident]
 OBJECTIVES += [expected_probability_margin]
 WEIGHTS = torch.tensor([0.5, 0.3, 0.2])
@@ -62,6 +64,15 @@ def reference(objective, logits, weights, y):
     mean_probs = [sum(weights[i] * probs[i][c] for i in range(s)) for c in range(k)]
     mean_logits = [sum(weights[i] * logits[i][c] for i in range(s)) for c in range(k)]
     wrong = [c for c in range(k) if c != y]
+
+    def votes(of_each, c):
+        bars = [sorted(z for i, z in enumerate(row) if i != c)[-of_each] for row in logits]
+        odds = [math.exp(row[c] - bar) for row, bar in zip(logits, bars, strict=True)]
+        return sum(w * odd / (1 + odd) for w, odd in zip(weights, odds, strict=True))
+
+    one = {c: votes(1, c) for c in range(k)}
+    two = {c: 0.5 * math.exp(z - max(logits[0])) for c, z in enumerate(logits[0])}
+    two = {c: tie + (votes(2, c) if k > 2 else 0) for c, tie in two.items()}
     return {
         expected_ce: sum(-weights[i] * math.log(probs[i][y]) for i in range(s)),
         worst_ce: min(-math.log(p[y]) for p in probs),
@@ -71,7 +82,8 @@ def reference(objective, logits, weights, y):
         ce_of_capped_probs: -math.log(mean_probs[y]),
         margin_of_capped_probs: math.log(max(mean_probs[c] for c in wrong) / mean_probs[y]),
         ce_of_votes: -math.log(mean_probs[y]),
-        margin_of_votes: (max(mean_logits[c] for c in wrong) - mean_logits[y]) / 4,
+        margin_of_votes: max(one[c] for c in wrong) - one[y],
+        margin_of_two_votes: max(two[c] for c in wrong) - two[y],
         expected_margin: sum(
             weights[i] * (max(z[c] for c in wrong) - z[y]) for i, z in enumerate(logits)
         ),
@@ -113,7 +125,7 @@ def test_the_scale_of_members(objective):
     logits, y = draws()
     louder = logits * torch.tensor([1.0, 50.0, 0.02])[:, None, None]
     same = torch.allclose(objective(louder, WEIGHTS, y), objective(logits, WEIGHTS, y))
-    assert same == (objective in (ce_of_votes, margin_of_votes))
+    assert same == (objective in OF_VOTES)
     logits[0, :, 0], logits[1] = -torch.inf, 1.0
     logits[2, :, 2:] = -torch.inf
     logits[..., 3] = -torch.inf  # of all members

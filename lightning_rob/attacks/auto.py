@@ -37,6 +37,7 @@ SuiteKind = Literal["single", "ensemble", "randomized", "random", "transformed",
 ROUNDS = 5  # of GMSA, at most
 PER_MODEL = 20  # passes of an image and model in the last round of GMSA
 TARGETS_FROM = 300  # passes of an image and network from which runs towards classes pay
+PARTS_FROM = 40  # passes of an image and sub-model from which two attacks are better than one
 FEWEST_STEPS = 4  # of the climb for one set of members
 DRAWS = 10  # over which a step of EoT averages
 SEARCH_FROM = 400  # passes of an image and network from which a search pays
@@ -165,15 +166,14 @@ class Auto(Attack):
             pgd = self._pgd(defense, self.passes, draws if anew else draws * members)
             smooth = replace(pgd, draws=draws, objective=linear, momentum=AGGMO)
             return Budgeted(smooth, self.passes)
-        if kind == "transformed":
-            followed = sum(part.differentiable for part in defense.transforms.values())
-            pgd = self._pgd(defense, self.passes, max(followed, 1))
+        if kind == "transformed" and (_draws(defense) or self.passes < PARTS_FROM * members):
+            pgd = self._pgd(defense, self.passes, members)
             smooth = replace(pgd, objective=losses_of_rule(defense.rule, members)[0])
-            return OnDifferentiable(Budgeted(smooth, self.passes))
+            return through(Budgeted(smooth, self.passes))
         parts = self._shares(kind, defense, classes)
         free = self.passes - members * len(parts)  # Strongest evaluates each
-        given = (Budgeted(attack, max(int(share * free), 1)) for share, attack in parts)
-        return Strongest(tuple(given))
+        given = [Budgeted(attack, max(int(share * free), 1)) for share, attack in parts]
+        return Strongest(tuple(map(through, given) if kind == "transformed" else given))
 
     def _apgd(self, defense: Defense) -> APGD:
         """Return APGD on the margin, or in l1 on cross-entropy, which leaves fewer images there."""
@@ -191,6 +191,8 @@ class Auto(Attack):
     ) -> tuple[tuple[float, Attack], ...]:
         """Return the attacks on fixed classifiers with their shares of the passes."""
         margin = self._apgd(defense)
+        if kind == "transformed":
+            kind = "randomized" if defense.rule is random_member else "ensemble"
         if kind == "randomized":
             count = PassCount(defense, torch.empty(0), classes)
             if LatticeClimber(self.threat, FEWEST_STEPS).cost(count) <= 0.75 * self.passes:
@@ -234,6 +236,19 @@ def attack_gradients(defense: Defense) -> SurrogateTransforms | None:
         if declared and any(kind.differentiable for kind in part.transforms.values()):
             return SurrogateTransforms(shared_order=False, gradients="straight_through")
     return surrogate_for(defense)
+
+
+def through(attack: Attack) -> OnDifferentiable:
+    """Return the attack on all members of a transformation ensemble."""
+    return OnDifferentiable(attack, straight_through=True)
+
+
+def _draws(defense: Defense) -> bool:
+    """Return whether a transformation in front of a member is random."""
+    try:
+        return not defense.classifiers
+    except TypeError:
+        return True
 
 
 def step_across(eps: float, steps: int, fraction: int) -> float:

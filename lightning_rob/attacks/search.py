@@ -22,7 +22,12 @@ from lightning_rob.attacks.square import Square
 from lightning_rob.attacks.surrogate import SeenThrough, Slope, SurrogateGradient, by_draw, sources
 from lightning_rob.defenses import Defense, Single
 from lightning_rob.defenses.per_image import restricted_to
-from lightning_rob.objectives import expected_dlr, expected_probability_margin, losses_of_rule
+from lightning_rob.objectives import (
+    expected_dlr,
+    expected_probability_margin,
+    linear,
+    losses_of_rule,
+)
 from lightning_rob.randomness import Generator, derive_seed, own_streams, seed_of
 from lightning_rob.rules import random_member
 from lightning_rob.runtime.errors import NoGradientError
@@ -38,10 +43,11 @@ OF_RANDOM = (0.05, 0.35, 0.2)  # for the opening, candidates and variants where 
 LEARNING = 0.02  # share of the passes from which a network learns what lies before a part
 COPIES, NOISE = 6, 0.3  # noisy copies for each step, and their noise as a share of the radius
 DIRECTIONS, MOVE = 4, 0.3  # moves in which slopes are compared with differences; share of eps
-AGREEING = 0.5  # correlation of both from which a slope is worth following
+ROUGH = 0.3  # of a change that slopes predict, below which they are not worth following
 APART = 0.01  # of the range of logits, by which noise or another batch may change them
 COSTLY = ("queries", "copies", "stand_in")  # of an attack that needs more passes than others
 STUCK = 0.8  # share of the images left from which attacks are tried that cost more
+MOST_PARTS = 2  # of a network, before which a surrogate takes the place of what is there
 TARGETS = 9
 LOCAL = 0.5  # of the passes for the winners, for a search without slopes from their images
 WINDOW = 0.2  # share of the image in its first windows
@@ -262,10 +268,12 @@ class Search:
             if any(view.stages for view in views):
                 self.findings.append("values before the output that stand for logits")
             parts = self._parts(x)
-            self.entries = [replace(base, enter=name) for name, alike in parts.items() if alike]
+            alike = [name for name, same in parts.items() if same]
+            groups = [tuple(alike)] if self.networks > 1 and alike else [(a,) for a in alike]
+            self.entries = [replace(base, enter=names) for names in groups]
             # A stand-in takes the place of what is cut off.
             kept = replace(base, slopes=tuple(slope for slope in hard if slope != "detached"))
-            self.learners = [replace(kept, enter=name) for name in parts]
+            self.learners = [replace(kept, enter=(name,)) for name in [*parts][:MOST_PARTS]]
             self.blocked = bool(hard)
         return views + (self.entries if hard else [])
 
@@ -311,7 +319,7 @@ class Search:
         return seen.met, () if of_output else places
 
     def _parts(self, x: Tensor) -> dict[str, bool]:
-        """Return the first two outermost parts that take something else in the place of images x.
+        """Return the first outermost parts that take something else in the place of images x.
 
         Values say whether it has their shape. Another shape counts where no gradient leads back.
         """
@@ -335,12 +343,13 @@ class Search:
         finally:
             for handle in handles:
                 handle.remove()
-        return dict([*found.items()][:2])
+        return dict([*found.items()][: MOST_PARTS * self.networks])
 
     def _is_rugged(self, view: SurrogateGradient, rows: Tensor) -> bool:
         """Return whether slopes of the margin say little of its changes within the ball."""
         x, y, seen = self.x[rows], self.y[rows], SeenThrough(self.defense, view)
-        margin, (low, high) = ObjectiveGradient(self.margin), self.threat.bounds
+        # Not the margin of the rule: scales of members count as constants in its slopes.
+        margin, (low, high) = ObjectiveGradient(linear), self.threat.bounds
         self.spent += (2 + DIRECTIONS) * self.networks
         expected, real, noise = [], [], self._noise()
         with restricted_to(self.defense, rows):
@@ -354,8 +363,9 @@ class Search:
                 expected.append((at.gradient * (moved - x)).flatten(1).sum(1))
         both = torch.stack([torch.stack(expected), torch.stack(real)], 2)
         both = both / both.abs().amax((0, 2), keepdim=True).clamp_min(1e-30)  # no image decides
-        product = (both[..., 0] * both[..., 1]).sum()
-        return float(product / both.square().sum((0, 1)).prod().sqrt().clamp_min(1e-30)) < AGREEING
+        # The regression of real on expected changes: curvature leaves it near 1, waves do not.
+        product, squares = (both[..., 0] * both[..., 1]).sum(), both[..., 0].square().sum()
+        return float(product / squares.clamp_min(1e-30)) < ROUGH
 
     def _candidates(self, views: list[SurrogateGradient]) -> Iterator[SurrogateGradient]:
         yield from views
@@ -387,17 +397,23 @@ class Search:
     def _of_best(self, ranked: list[Any]) -> Iterator[Attack]:
         """Yield the best with other objectives, smoothed where slopes call for it."""
         best, *others = ranked
-        objectives = [self.cross_entropy, expected_probability_margin]
-        objectives += [expected_dlr] if self.classes > 2 else []
-        for objective in objectives[: 1 if self.random else None]:
+        objectives = [self.cross_entropy]
+        # These are means over networks, which say little of a rule with one prediction.
+        each = self.networks == 1 or self.defense.rule is random_member
+        if each and not self.random:
+            objectives += [expected_probability_margin]
+            objectives += [expected_dlr] if self.classes > 2 else []
+        for objective in objectives:
             if objective is not best.attack.objective:
                 yield _changed(best, objective=objective)
         if self.random:  # its own noise smooths already
             yield _changed(best, draws=MORE_DRAWS)
             return
         yield from others[:1]
-        for view in (best, *others[:1]) if self.rugged else ():
-            yield self._noisy(view)
+        if self.rugged:
+            yield from (entry for entry in self.entries if entry not in ranked)
+        for view in (best, *others[:1]) if self.rugged and self.networks == 1 else ():
+            yield self._noisy(view)  # too many passes for several networks
 
     def _round(
         self, turn: str, candidates: list[Attack], rows: Tensor, passes: int
@@ -480,7 +496,7 @@ def in_words(attack: Any) -> str:
             parts += [f"slopes through {', '.join(attack.slopes)}"] if attack.slopes else []
             parts += [f"on {len(attack.stages)} values before the output"] if attack.stages else []
             before = "a learned stand-in" if attack.stand_in else "identity"
-            parts += [f"{before} before {attack.enter}"] if attack.enter else []
+            parts += [f"{before} before {', '.join(attack.enter)}"] if attack.enter else []
             parts += [f"mean of {attack.copies} noisy copies"] if attack.copies else []
         return "; ".join(parts)
     name, objective = type(attack).__name__, getattr(attack, "objective", None)

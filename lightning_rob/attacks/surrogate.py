@@ -108,12 +108,20 @@ LEAVES_TORCH = {"numpy", "__array__", "tolist", "item"}
 AGREES = 0.6  # share of images for which values that stand for logits have the same largest one
 
 
-class _Entering(ValueWithGradientOf):
-    """The same with the gradient to both: a purifier may ask for that of its own images."""
+class _Entering(torch.autograd.Function):
+    """The first tensor's values, with the gradient to both as long as the network runs.
+
+    A purifier asks for that of its own images while it runs. The attack's comes after it.
+    """
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        return gradient, gradient
+    def forward(ctx: Any, value: Tensor, other: Tensor, running: list[bool]) -> Tensor:
+        ctx.running = running
+        return value.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor, None]:
+        return gradient if ctx.running else None, gradient, None
 
 
 def _hidden(value: Any) -> Tensor | None:
@@ -307,29 +315,31 @@ def _as_identity(node: Any) -> None:
 
 @contextmanager
 def entering(
-    defense: nn.Module, part: str | None, x: Tensor, stand_in: StandIn | None = None
+    defense: nn.Module, parts: tuple[str, ...], x: Tensor, stand_in: StandIn | None = None
 ) -> Iterator[None]:
-    """Let what lies before a part of the defense be the identity, or a network, for gradients."""
-    if part is None:
-        yield
-        return
+    """Let what lies before parts of the defense be the identity, or a network, for gradients."""
+    running = [True]
 
     def replace_input(module: nn.Module, inputs: tuple[Any, ...]) -> Any:
         z = inputs[0]
         if not (isinstance(z, Tensor) and x.requires_grad and torch.is_grad_enabled()):
             return None
         if stand_in is None:
-            return (_Entering.apply(z, x), *inputs[1:]) if z.shape == x.shape else None
+            return (_Entering.apply(z, x, running), *inputs[1:]) if z.shape == x.shape else None
         other = stand_in(x.float()).to(z)  # its weights are single precision
         if z.shape != other.shape or (z.is_leaf and z.requires_grad):
             return None  # such a leaf is a purifier's, which asks for its gradient
         return ValueWithGradientOf.apply(z, other), *inputs[1:]
 
-    handle = defense.get_submodule(part).register_forward_pre_hook(replace_input)
+    handles = [
+        defense.get_submodule(part).register_forward_pre_hook(replace_input) for part in parts
+    ]
     try:
         yield
     finally:
-        handle.remove()
+        running.clear()
+        for handle in handles:
+            handle.remove()
 
 
 @dataclass(frozen=True)
@@ -347,9 +357,9 @@ class SurrogateGradient(AttackDecorator):
             "custom" through autograd functions of the network's own (BPDA, Athalye et al. 2018).
         stages: the objective's logits: places among the values [B, K] that the forward pass
             computes, as `Auto` finds them, such as those before a softmax. Empty: its output.
-        enter: name of a part of the defense that takes images; all before it is the identity.
+        enter: names of parts of the defense that take images; all before them is the identity.
         stand_in: passes of the defense from which a small network learns, for each batch, what
-            lies before `enter`, and whose gradient is taken; 0 takes that of the identity.
+            lies before the part `enter`, and whose gradient is taken; 0 takes the identity's.
         noise: standard deviation of noise on the image, in pixel units, over which gradients are
             averaged where they change from point to point.
         copies: noisy copies of the image; 0 takes the gradient at the image itself.
@@ -359,7 +369,7 @@ class SurrogateGradient(AttackDecorator):
 
     slopes: tuple[Slope, ...] = ()
     stages: tuple[int, ...] = ()
-    enter: str | None = None
+    enter: tuple[str, ...] = ()
     stand_in: int = 0
     noise: float = 0.0
     copies: int = 0
@@ -369,6 +379,10 @@ class SurrogateGradient(AttackDecorator):
     def __post_init__(self) -> None:
         object.__setattr__(self, "slopes", tuple(self.slopes))
         object.__setattr__(self, "stages", tuple(self.stages))
+        enter = (self.enter,) if isinstance(self.enter, str) else tuple(self.enter)
+        object.__setattr__(self, "enter", enter)
+        if self.stand_in and len(enter) != 1:
+            raise ValueError(f"a stand-in takes the place before one part, got enter={list(enter)}")
         if unknown := set(self.slopes) - set(get_args(Slope)):
             raise ValueError(f"slopes must be of {get_args(Slope)}, got {sorted(unknown)}")
         at_least(0, copies=self.copies, stand_in=self.stand_in)
@@ -389,8 +403,9 @@ class SurrogateGradient(AttackDecorator):
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         with own_sight(len(x), x.device, generator):  # its gradients are not the defense's
             net = None
-            if self.stand_in and self.enter is not None:
-                net = train_stand_in(defense, self.enter, x, self.threat, self.stand_in, generator)
+            if self.stand_in:
+                (part,) = self.enter
+                net = train_stand_in(defense, part, x, self.threat, self.stand_in, generator)
             return self.attack.perturb(SeenThrough(defense, self, net), x, y, generator)
 
 

@@ -63,8 +63,14 @@ class TAA(Attack):
 
 @dataclass(frozen=True)
 class OnDifferentiable(AttackDecorator):
-    """Attack the members that have a gradient, all at once and through their transformations."""
+    """Attack the members that have a gradient, all at once and through their transformations.
 
+    Args:
+        straight_through: also attack the other members, behind transformations with the gradient of
+            the identity.
+    """
+
+    straight_through: bool = False
     made_for: ClassVar[tuple[str, ...]] = ("transformed",)
     knowledge: ClassVar[str] = "the sub-models that have a gradient"
 
@@ -76,12 +82,14 @@ class OnDifferentiable(AttackDecorator):
 
     def _part(self, defense: Defense) -> TransformEnsemble:
         ensemble = transformation_ensemble(defense, self)
-        kinds = ensemble.transforms.values()
-        chosen = [i for i, transform in enumerate(kinds) if transform.differentiable]
+        kinds = enumerate(ensemble.transforms.values())
+        chosen = [i for i, kind in kinds if kind.differentiable or self.straight_through]
         if not chosen:
             names = ", ".join(ensemble.names)
             raise TypeError(f"no member has a gradient, of {names}: use TAA, or Square without one")
-        return ensemble.part(chosen)
+        part = ensemble.part(chosen)
+        part.straight_through = self.straight_through
+        return part
 
 
 @dataclass(frozen=True)

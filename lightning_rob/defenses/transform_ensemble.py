@@ -1,6 +1,7 @@
 """Ensembles of networks, each of which sees images through a transformation of its own."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TypeGuard
 
 import torch
@@ -49,6 +50,7 @@ class TransformEnsemble(Defense):
                 f"{', '.join(self.transforms)}"
             )
         self.members = nets
+        self.straight_through = False  # for an attack: the identity's gradient where there is none
 
     @property
     def names(self) -> list[str]:
@@ -81,6 +83,8 @@ class TransformEnsemble(Defense):
     def seen(self, member: int, x: Tensor, generator: Generator = None) -> Tensor:
         """Transform images [B, C, H, W] as a member sees them, with a gradient if x needs one."""
         name, transform = self.names[member], self.transform(member)
+        if self.straight_through and not transform.differentiable:
+            return straight_through(lambda z: transformed(transform, name, z, generator), x)
         if x.requires_grad and torch.is_grad_enabled() and not transform.differentiable:
             raise RuntimeError(
                 f"{name} has no gradient: attack the members that have one by OnDifferentiable, or "
@@ -96,8 +100,12 @@ class TransformEnsemble(Defense):
         for name, transform in self.transforms.items():
             if transform.sample(probe, torch.Generator()):
                 raise TypeError(f"{name} is random: its member is no fixed classifier")
-        pairs = zip(self.transforms.values(), self.members, strict=True)
-        return [Preprocessed(transform, net) for transform, net in pairs]
+        nets: list[nn.Module] = []
+        for transform, net in zip(self.transforms.values(), self.members, strict=True):
+            cut = self.straight_through and not transform.differentiable
+            see = partial(straight_through, transform) if cut else transform
+            nets.append(Preprocessed(see, net))
+        return nets
 
     @property
     def foldable_networks(self) -> list[nn.Module]:
@@ -113,6 +121,12 @@ class TransformEnsemble(Defense):
 def is_transform_ensemble(defense: nn.Module) -> TypeGuard[TransformEnsemble]:
     """Return whether a defense is a `TransformEnsemble`, in a form that type checkers follow."""
     return isinstance(defense, TransformEnsemble)
+
+
+def straight_through(see: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return the images that a function sees, with the gradient of the identity."""
+    fixed = x.detach()
+    return see(fixed) + (x - fixed)
 
 
 def transformed(transform: Transform, name: str, x: Tensor, generator: Generator = None) -> Tensor:

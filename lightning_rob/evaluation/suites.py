@@ -16,7 +16,6 @@ from lightning_rob.attacks import (
     AutoAttack,
     FewAttacked,
     LatticeClimber,
-    OnDifferentiable,
     Square,
     SurrogateTransforms,
     TransferFromStatic,
@@ -31,6 +30,7 @@ from lightning_rob.attacks.auto import (
     step_across,
     suite_kind,
     surrogate_for,
+    through,
 )
 from lightning_rob.attacks.decorators import RandomCorners, RandomStart
 from lightning_rob.defenses import Defense, Ensemble, is_transform_ensemble, random_transforms_in
@@ -168,10 +168,10 @@ def suite_for(
         "unbounded": _unbounded(pgd),
     }
     attacks: dict[str, Attack] = {"noise": RandomCorners(threat)}
-    attacks |= {name: _on_differentiable(defense, one) for name, one in variants.items()}
+    attacks |= {name: _through(defense, one) for name, one in variants.items()}
     if threat.p == 1 and pgd.backward is None:  # where one start of PGD is weaker than Square
         runs = APGD(threat, SHORT, objective, restarts=10)
-        attacks["apgd"] = _on_differentiable(defense, runs)
+        attacks["apgd"] = _through(defense, runs)
     attacks["square"] = Square(threat, queries)
     if attack_gradients(defense) != surrogate_for(defense):
         attacks["declared"] = replace(pgd, backward=None)  # by the gradients that it declares
@@ -180,12 +180,9 @@ def suite_for(
     return AttackSuite(kind, "pgd", tuple(adaptive), attacks | adaptive, averaged)
 
 
-def _on_differentiable(defense: Defense, attack: Attack) -> Attack:
-    """Return the attack on members that have a gradient; where none has, on each network (TAA)."""
-    if not is_transform_ensemble(defense):
-        return attack
-    with_gradient = any(kind.differentiable for kind in defense.transforms.values())
-    return OnDifferentiable(attack) if with_gradient else TAA(attack)
+def _through(defense: Defense, attack: Attack) -> Attack:
+    """Return the attack, on a transformation ensemble on all its members."""
+    return through(attack) if is_transform_ensemble(defense) else attack
 
 
 def _unbounded(pgd: PGD) -> PGD:
@@ -216,9 +213,11 @@ def _adaptive_attacks(defense: Defense, kind: SuiteKind, pgd: PGD) -> dict[str, 
     if kind == "transformed":
         # PAA adds up the perturbations of many rounds: each one is small, whatever the threat.
         inner = PGD(Threat("linf", 0.05, threat.bounds), steps, 0.01)
-        return {
-            "adaptive_pgd": _on_differentiable(defense, replace(pgd, steps=5 * steps, restarts=2)),
-            "taa": TAA(pgd),
-            "paa": PAA(inner, "AvgP", DISSIMILARITY, project_last=True),
-        }
+        longer = replace(pgd, steps=5 * steps, restarts=2)
+        adaptive: dict[str, Attack] = {"adaptive_pgd": _through(defense, longer)}
+        kinds = defense.transforms.values() if is_transform_ensemble(defense) else ()
+        if any(kind.reversible or kind.differentiable for kind in kinds):  # else both refuse
+            paa = PAA(inner, "AvgP", DISSIMILARITY, project_last=True)
+            adaptive |= {"taa": TAA(pgd), "paa": paa}
+        return adaptive
     return {}

@@ -179,14 +179,39 @@ def waved(x):
 WAVES = {"waves": {"before": waved}}
 
 
+class Closed(nn.Module):
+    """A network behind waves, without parts that a search could enter."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = (trained_net(1).eval(),)
+
+    def forward(self, x):
+        return self.hidden[0](waved(x))
+
+
 def test_a_search_without_slopes_goes_on_where_they_mislead():
     x, y = images(IMAGES, seed=4)
-    net = Through(trained_net(1), before=waved)
+    net = Closed()
     found = Auto(THREAT, PASSES).find(Single(net), x, y, seeded())
     *_, winner, last = found.trail
     assert last.words == "from there: Square" and winner.words.startswith("winner")
     assert last.left < winner.left - 0.15
     assert (THREAT.distance(found.x_adv, x) <= 1 + 1e-5).all()
+
+
+@pytest.mark.parametrize("members", [1, 3])
+def test_the_identity_replaces_waves_before_each_member(members):
+    x, y = images(IMAGES, seed=4)
+    nets = [Through(trained_net(seed), before=waved) for seed in range(1, members + 1)]
+    defense = Ensemble(nets, rule=majority)
+    auto = Auto(THREAT, members * PASSES)
+    found = auto.find(defense, x, y, seeded())
+    assert "slopes that say little of how predictions change" in found.findings
+    names = ", ".join(f"members.{i}.net" for i in range(members))
+    assert any(f"identity before {names}" in trial.words for trial in found.trail)
+    plain = auto.schedule(defense, 4)(defense, x, y, seeded())
+    assert right(defense, found.x_adv, y).mean() < right(defense, plain, y).mean() - 0.1
 
 
 @pytest.mark.parametrize("call", [1, 20, 200])

@@ -7,7 +7,15 @@ import torch
 import yaml
 
 from lightning_rob import evaluate, load, objectives
-from lightning_rob.attacks import APGD, ARC, GMSA, PGD, Budgeted, TransferFromStatic
+from lightning_rob.attacks import (
+    APGD,
+    ARC,
+    GMSA,
+    PGD,
+    Budgeted,
+    OnDifferentiable,
+    TransferFromStatic,
+)
 from lightning_rob.attacks.auto import Auto, suite_kind
 from lightning_rob.attacks.contexts import evaluating
 from lightning_rob.data import Digits5k
@@ -25,7 +33,7 @@ from lightning_rob.objectives import linear
 from lightning_rob.rules import VOTING_RULES, mean_logits, mean_probs, random_member
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import GaussianNoise, HorizontalFlip, UniformNoise
-from tests.attacks.common import images, streams, trained_net
+from tests.attacks.common import images, right, streams, trained_net
 from tests.counting import Counting, Shared
 from tests.tiny import ROOT, TinyNet
 
@@ -199,10 +207,13 @@ def test_auto_is_as_strong_as_pgd_at_equal_passes(kind, passes):
     assert 0.1 < left[0] <= left[1] + 0.03
 
 
-def test_auto_says_what_to_use_where_no_member_has_a_gradient():
+def test_auto_follows_the_identity_through_what_has_no_gradient():
     defense = TransformEnsemble([trained_net(1)] * 2, ["quantize_4_colors", "quantize_8_colors"])
+    x, y = images(40, seed=4)
+    x_adv = Auto(Threat("linf", 0.1), 100)(defense, x, y)
+    assert right(defense, x_adv, y).mean() < right(defense, x, y).mean() - 0.3
     with pytest.raises(TypeError, match=r"no member has a gradient, of quantize.*or Square"):
-        Auto(THREAT, 100)(defense, *images(2))
+        OnDifferentiable(PGD(Threat("linf", 0.1), 1, 0.1))(defense, x, y)
 
 
 def test_gradients_that_a_defense_hides_are_taken_from_its_transforms():
