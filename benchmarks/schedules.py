@@ -29,7 +29,7 @@ from lightning_rob.attacks import (
     Strongest,
     TransferFromStatic,
 )
-from lightning_rob.attacks.auto import AGGMO, Auto
+from lightning_rob.attacks.auto import AGGMO, Auto, through
 from lightning_rob.attacks.contexts import evaluating
 from lightning_rob.data import Digits5k, Patches10
 from lightning_rob.defenses import DENT, Ensemble, RandomTransforms, Single, TransformEnsemble
@@ -126,6 +126,7 @@ def for_transformed(threat, passes):
     margins = {"margin of the rule": rule, "expected margin": expected_margin}
     return {
         "PGD": OnDifferentiable(Budgeted(pgd, passes)),
+        "PGD, all members": through(Budgeted(pgd, passes)),
         "TAA": TAA(Budgeted(pgd, passes // 3 - 3)),
         "Square": Budgeted(Square(threat), passes),
     } | {
@@ -159,7 +160,11 @@ def noisy(nets, threat):
 
 
 def transformed(nets, threat):
-    return TransformEnsemble(nets, ["clean", "shift_left", "shift_up"])
+    return TransformEnsemble(nets, ["filter_median", "shift_left", "shift_up"])
+
+
+def quantized(nets, threat):
+    return TransformEnsemble(nets, ["filter_median", "shift_left", "quantize_4_colors"])
 
 
 KINDS = {  # name -> networks, defense, candidates
@@ -167,6 +172,7 @@ KINDS = {  # name -> networks, defense, candidates
     "randomized": (3, lambda nets, threat: Ensemble(nets), for_ensemble),
     "random": (1, noisy, for_random),
     "transformed": (3, transformed, for_transformed),
+    "quantized": (3, quantized, for_transformed),
     "transductive": (1, lambda nets, threat: DENT(nets[0]), for_transductive),
 }
 

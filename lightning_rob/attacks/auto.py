@@ -37,7 +37,7 @@ SuiteKind = Literal["single", "ensemble", "randomized", "random", "transformed",
 ROUNDS = 5  # of GMSA, at most
 PER_MODEL = 20  # passes of an image and model in the last round of GMSA
 TARGETS_FROM = 300  # passes of an image and network from which runs towards classes pay
-PARTS_FROM = 40  # passes of an image and sub-model from which two attacks are better than one
+PARTS_FROM = 40  # passes of an image and network from which two losses may be better than one
 FEWEST_STEPS = 4  # of the climb for one set of members
 DRAWS = 10  # over which a step of EoT averages
 SEARCH_FROM = 400  # passes of an image and network from which a search pays
@@ -166,7 +166,7 @@ class Auto(Attack):
             pgd = self._pgd(defense, self.passes, draws if anew else draws * members)
             smooth = replace(pgd, draws=draws, objective=linear, momentum=AGGMO)
             return Budgeted(smooth, self.passes)
-        if kind == "transformed" and (_draws(defense) or self.passes < PARTS_FROM * members):
+        if kind == "transformed" and _draws(defense):
             pgd = self._pgd(defense, self.passes, members)
             smooth = replace(pgd, objective=losses_of_rule(defense.rule, members)[0])
             return through(Budgeted(smooth, self.passes))
@@ -202,10 +202,10 @@ class Auto(Attack):
             # With fewer steps for each set of many members ARC is the stronger one.
             arc = ARC(self.threat, 1, self.threat.eps / 4, neighbours=4, early_stop=True)
             return (0.5, margin), (0.5, arc)
-        if kind == "ensemble":
+        if kind == "ensemble" and self.passes >= PARTS_FROM * len(defense.weights):
             losses = losses_of_rule(defense.rule)
             return tuple((0.5, APGD(self.threat, objective=loss)) for loss in losses)
-        if classes < 4 or self.passes < TARGETS_FROM * len(defense.weights):
+        if kind == "ensemble" or classes < 4 or self.passes < TARGETS_FROM * len(defense.weights):
             return ((1.0, margin),)
         return (0.25, margin), (0.75, APGD(self.threat, targets=9))
 

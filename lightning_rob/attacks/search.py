@@ -43,7 +43,8 @@ OF_RANDOM = (0.05, 0.35, 0.2)  # for the opening, candidates and variants where 
 LEARNING = 0.02  # share of the passes from which a network learns what lies before a part
 COPIES, NOISE = 6, 0.3  # noisy copies for each step, and their noise as a share of the radius
 DIRECTIONS, MOVE = 4, 0.3  # moves in which slopes are compared with differences; share of eps
-ROUGH = 0.3  # of a change that slopes predict, below which they are not worth following
+AGREEING = 0.5  # correlation of both from which a slope is worth following
+REAL = 0.3  # of several networks, the share of the predicted change from which it is
 APART = 0.01  # of the range of logits, by which noise or another batch may change them
 COSTLY = ("queries", "copies", "stand_in")  # of an attack that needs more passes than others
 STUCK = 0.8  # share of the images left from which attacks are tried that cost more
@@ -363,9 +364,11 @@ class Search:
                 expected.append((at.gradient * (moved - x)).flatten(1).sum(1))
         both = torch.stack([torch.stack(expected), torch.stack(real)], 2)
         both = both / both.abs().amax((0, 2), keepdim=True).clamp_min(1e-30)  # no image decides
-        # The regression of real on expected changes: curvature leaves it near 1, waves do not.
-        product, squares = (both[..., 0] * both[..., 1]).sum(), both[..., 0].square().sum()
-        return float(product / squares.clamp_min(1e-30)) < ROUGH
+        product, squares = (both[..., 0] * both[..., 1]).sum(), both.square().sum((0, 1))
+        if self.networks == 1:
+            return float(product / squares.prod().sqrt().clamp_min(1e-30)) < AGREEING
+        # Members that disagree bend the mean and lower the correlation; waves lower the regression.
+        return float(product / squares[0].clamp_min(1e-30)) < REAL
 
     def _candidates(self, views: list[SurrogateGradient]) -> Iterator[SurrogateGradient]:
         yield from views
