@@ -209,8 +209,8 @@ def test_auto_is_as_strong_as_pgd_at_equal_passes(kind, passes):
 
 def test_auto_follows_the_identity_through_what_has_no_gradient():
     defense = TransformEnsemble([trained_net(1)] * 2, ["quantize_4_colors", "quantize_8_colors"])
-    x, y = images(40, seed=4)
-    x_adv = Auto(Threat("linf", 0.1), 100)(defense, x, y)
+    x, y = images(20, seed=4)
+    x_adv = Auto(Threat("linf", 0.1), 40)(defense, x, y)
     assert right(defense, x_adv, y).mean() < right(defense, x, y).mean() - 0.3
     with pytest.raises(TypeError, match=r"no member has a gradient, of quantize.*or Square"):
         OnDifferentiable(PGD(Threat("linf", 0.1), 1, 0.1))(defense, x, y)
