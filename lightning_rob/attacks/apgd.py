@@ -54,10 +54,10 @@ class APGD(Attack):
             a run of its own climbs the targeted DLR loss; the objective then only decides which run
             is kept. 0 climbs the objective. With more than there are, all wrong classes.
         restarts: number of runs from fresh random starts, of each target.
-        early_stop: return an image as soon as the defense misclassifies it with certainty; it then
-            costs no further passes. Otherwise its run goes on, and ends at the last misclassified
-            iterate, as in the authors' code: turn it off where the images are to fool another
-            defense (`TransferFromStatic`, `OnMember`).
+        early_stop: return an image as soon as the defense misclassifies it with certainty, also as
+            it is; it then costs no further passes. Otherwise its run goes on, and ends at the last
+            misclassified iterate, as in the authors' code: turn it off where the images are to fool
+            another defense (`TransferFromStatic`, `OnMember`).
     """
 
     takes_radii: ClassVar[bool] = True
@@ -108,7 +108,7 @@ class APGD(Attack):
         clean = objective(defense, x, y, everyone.generator, check=True)
         order = wrong_classes(scores_of(clean.logits, clean.weights, defense.rule), y)
         best, best_value = x.clone(), _finite(clean.value, x)
-        if certain:
+        if certain and self.early_stop:
             # No run attacks images that are misclassified as they are.
             best_value = best_value.masked_fill(clean.fooled(y), torch.inf)
         kind = SparseAscent if self.threat.p == 1 else Ascent

@@ -127,7 +127,7 @@ def nets_of(defense):
 def defenses():
     torch.manual_seed(0)
     nets = [Counting(SmallCNN(4, 3, 4)).eval() for _ in range(2)]
-    moved = TransformEnsemble(nets, ["flip_horizontal", "quantize_4_colors"])
+    moved = TransformEnsemble(nets, ["flip_horizontal", "compress_png_compression_1"])
     rt = RandomTransforms(nets[0], {"GaussianNoise": {}}, 1, 3)
     return {
         "few": Single(Counting(SmallCNN(3, 3, 4)).eval()),
