@@ -28,7 +28,7 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # an objective, or any such f
 Reduction = Literal["mean", "min"]
 DLR_GUARD = 1e-12  # added to divisors, as in the authors' code
 MOST_SPREAD, VOTE_SPREAD = 8.0, 4.0  # of the three largest logits of a member
-TIE = 0.5  # votes that the first choice of the first member is worth
+TIE = 0.5  # votes that the first choice of the first member is worth where ties are common
 PRECISE = 1e-30  # below it values and gradients lose digits in single precision, and end at zero
 
 
@@ -232,15 +232,19 @@ def linear(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     return margin(expectation(weights, logits), y)
 
 
-def _spread(logits: Tensor) -> Tensor:
-    """Return by how much the largest logit leads the third, or the last finite one: [S, B, 1]."""
+def spread(logits: Tensor) -> Tensor:
+    """Return by how much the largest logit leads the third: [S, B, 1].
+
+    Of two finite logits, 1 more than their distance: divided by it the lead would be constant.
+    """
     top = logits.detach().topk(min(3, logits.shape[-1])).values
     spread = top[..., :1] - top.masked_fill(top.isneginf(), torch.inf).amin(-1, keepdim=True)
-    return torch.where(spread > 0, spread, 1)  # equal logits stay as they are
+    third = (top.isfinite().sum(-1, keepdim=True) > 2) & (spread > 0)
+    return torch.where(third, spread, spread + 1)
 
 
 def _capped(logits: Tensor, weights: Tensor) -> Tensor:
-    return log_mean_probs(logits * (MOST_SPREAD / _spread(logits)).clamp_max(1), weights)
+    return log_mean_probs(logits * (MOST_SPREAD / spread(logits)).clamp_max(1), weights)
 
 
 @Objective
@@ -265,40 +269,41 @@ def ce_of_votes(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
 
     A vote does not depend on the scale of a member's logits; here the largest leads the third by 4.
     """
-    return cross_entropy(log_mean_probs(logits * (VOTE_SPREAD / _spread(logits)), weights), y)
+    return cross_entropy(log_mean_probs(logits * (VOTE_SPREAD / spread(logits)), weights), y)
 
 
-def _smoothed_votes(logits: Tensor, weights: Tensor, votes: int) -> Tensor:
+def smoothed_votes(logits: Tensor, weights: Tensor, votes: int = 1) -> Tensor:
     """Return the mean over draws of smoothed votes for a draw's largest classes: [B, K].
 
-    A vote is the sigmoid of 4 times the distance to the bar, in units of `_spread`: to the largest
-    score of the other classes, or, if each draw has two votes, to their second largest one.
+    A vote is the sigmoid of 4 times the distance to the bar, in units of `spread`: to the largest
+    score of the other classes, or, if each draw has two votes, to their second largest one. With
+    two votes or two draws ties are common: the first choice of the first draw, which decides them,
+    has half a vote more.
     """
-    scores = (logits / _spread(logits)).clamp_min(-1 / torch.finfo(logits.dtype).eps)
-    if votes >= logits.shape[-1]:  # every class has a vote of every draw
-        return torch.zeros_like(expectation(weights, scores))
-    top = scores.topk(votes + 1).values
-    last, beyond = top[..., -2:-1], top[..., -1:]
-    bar = torch.where(scores >= last, beyond, last)
-    return expectation(weights, (VOTE_SPREAD * (scores - bar)).sigmoid())
+    scores = (logits / spread(logits)).clamp_min(-1 / torch.finfo(logits.dtype).eps)
+    counts = torch.zeros_like(expectation(weights, scores))
+    if votes < logits.shape[-1]:  # else every class has a vote of every draw
+        top = scores.topk(votes + 1).values
+        last, beyond = top[..., -2:-1], top[..., -1:]
+        bar = torch.where(scores >= last, beyond, last)
+        counts = expectation(weights, (VOTE_SPREAD * (scores - bar)).sigmoid())
+    if votes == 1 and int((weights > 0).sum()) != 2:
+        return counts
+    first = scores[int((weights > 0).int().argmax())]
+    lead = VOTE_SPREAD * (first - first.amax(-1, keepdim=True))
+    return counts + TIE * lead.exp()
 
 
 @Objective
 def margin_of_votes(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     """Compute the largest share of smoothed votes of a wrong class minus the label's."""
-    return margin(_smoothed_votes(logits, weights, 1), y)
+    return margin(smoothed_votes(logits, weights), y)
 
 
 @Objective
 def margin_of_two_votes(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
-    """Compute the same where each draw votes for two classes, as `top2_majority` counts them.
-
-    Classes that tie are common, and the first choice of the first draw decides among them.
-    """
-    counts = _smoothed_votes(logits, weights, 2)
-    first = logits[int((weights > 0).int().argmax())][None]
-    lead = VOTE_SPREAD * (first - first.amax(-1, keepdim=True)) / _spread(first)
-    return margin(counts + TIE * lead[0].exp(), y)
+    """Compute the same where each draw votes for two classes, as `top2_majority` counts them."""
+    return margin(smoothed_votes(logits, weights, 2), y)
 
 
 @partial(Objective, reduction="mean")

@@ -53,6 +53,7 @@ def reference(objective, logits, weights, y):
     """Each objective for one image, in scalars: logits [S][K], weights [S], y."""
     if objective in SCALED:
         leads = [max(row) - sorted(row)[max(len(row) - 3, 0)] for row in logits]
+        leads = [lead + (len(logits[0]) == 2) for lead in leads]
         capped = objective in (ce_of_capped_probs, margin_of_capped_probs)
         scales = [min(8 / lead, 1) if capped else 4 / lead for lead in leads]
         logits = [[scale * z for z in row] for scale, row in zip(scales, logits, strict=True)]
@@ -70,9 +71,9 @@ def reference(objective, logits, weights, y):
         odds = [math.exp(row[c] - bar) for row, bar in zip(logits, bars, strict=True)]
         return sum(w * odd / (1 + odd) for w, odd in zip(weights, odds, strict=True))
 
-    one = {c: votes(1, c) for c in range(k)}
-    two = {c: 0.5 * math.exp(z - max(logits[0])) for c, z in enumerate(logits[0])}
-    two = {c: tie + (votes(2, c) if k > 2 else 0) for c, tie in two.items()}
+    ties = {c: 0.5 * math.exp(z - max(logits[0])) for c, z in enumerate(logits[0])}
+    one = {c: votes(1, c) + (tie if s == 2 else 0) for c, tie in ties.items()}
+    two = {c: tie + (votes(2, c) if k > 2 else 0) for c, tie in ties.items()}
     return {
         expected_ce: sum(-weights[i] * math.log(probs[i][y]) for i in range(s)),
         worst_ce: min(-math.log(p[y]) for p in probs),

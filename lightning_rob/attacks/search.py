@@ -27,6 +27,7 @@ from lightning_rob.objectives import (
     expected_probability_margin,
     linear,
     losses_of_rule,
+    spread,
 )
 from lightning_rob.randomness import Generator, derive_seed, own_streams, seed_of
 from lightning_rob.rules import random_member
@@ -173,7 +174,9 @@ class Search:
         winners = [] if plain else self._winners(judged)[: 1 if alone else None]
         free = passes - self.spent - max(len(winners), 1) * self._judging
         # Slopes that say little lead into the neighbourhood of an image that fools, and no further.
-        local = int(LOCAL * free) if self.rugged and self._scored and not alone else 0
+        entered = several and any(getattr(attack, "enter", ()) for _, attack in winners)
+        rough = self.rugged and not entered
+        local = int(LOCAL * free) if rough and self._scored and not alone else 0
         free, total = free - local, sum(share for share, _ in winners)
         count = PassCount(self.defense, x, self.classes)
         parts = [(attack, int(share / total * free)) for share, attack in winners]
@@ -349,11 +352,14 @@ class Search:
     def _is_rugged(self, view: SurrogateGradient, rows: Tensor) -> bool:
         """Return whether slopes of the margin say little of its changes within the ball."""
         x, y, seen = self.x[rows], self.y[rows], SeenThrough(self.defense, view)
-        # Not the margin of the rule: scales of members count as constants in its slopes.
-        margin, (low, high) = ObjectiveGradient(linear), self.threat.bounds
-        self.spent += (2 + DIRECTIONS) * self.networks
+        low, high = self.threat.bounds
+        self.spent += (3 + DIRECTIONS) * self.networks
         expected, real, noise = [], [], self._noise()
         with restricted_to(self.defense, rows):
+            with own_streams(self.seed, x.device), torch.no_grad():
+                scale = spread(seen.logits(x, self._noise()))
+            # Not the margin of the rule, whose slopes leave out how the members' scales change.
+            margin = ObjectiveGradient(lambda z, weights, y: linear(z / scale, weights, y))
             with own_streams(self.seed, x.device):
                 at = margin(seen, x, y, self._noise())
             for _ in range(DIRECTIONS):
@@ -406,13 +412,13 @@ class Search:
         if each and not self.random:
             objectives += [expected_probability_margin]
             objectives += [expected_dlr] if self.classes > 2 else []
-        for objective in objectives:
-            if objective is not best.attack.objective:
-                yield _changed(best, objective=objective)
+        losses = [o for o in objectives if o is not best.attack.objective]
+        tried = [_changed(best, objective=objective) for objective in losses]
+        yield from tried
         if self.random:  # its own noise smooths already
             yield _changed(best, draws=MORE_DRAWS)
             return
-        yield from others[:1]
+        yield from (view for view in others[:1] if view not in tried)
         if self.rugged:
             yield from (entry for entry in self.entries if entry not in ranked)
         for view in (best, *others[:1]) if self.rugged and self.networks == 1 else ():
@@ -471,6 +477,9 @@ class Search:
         if not judged:  # nothing could run
             return [(1.0, Square(self.threat))]
         best = judged[0]
+        if self.networks > 1 and not self.random and hasattr(best.attack, "slopes"):
+            losses = (self.cross_entropy, self.margin)  # of their rule, each better at times
+            return [(1.0, _changed(best.attack, objective=loss)) for loss in losses]
         follows = not getattr(best.attack, "copies", 1)  # a gradient, at the image itself
         # Of several networks, losses of their rule say more than a loss towards a class.
         towards = follows and self.classes > 3 and self.networks == 1

@@ -11,11 +11,12 @@ from torch import Tensor
 from lightning_rob.attacks.active_set import ActiveBatch, derived, positions, rows_of
 from lightning_rob.attacks.base import Attack, check_norm, check_start
 from lightning_rob.attacks.budget import PassCount
-from lightning_rob.attacks.foreign import scores
+from lightning_rob.attacks.foreign import scores_of
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.per_image import restricted_to
-from lightning_rob.objectives import check_logits, margin
+from lightning_rob.objectives import check_logits, margin, smoothed_votes
 from lightning_rob.randomness import Generator, uniform
+from lightning_rob.rules import majority, top2_majority
 from lightning_rob.runtime.errors import at_least, within
 from lightning_rob.threat import Threat, choose, divisor, guard, scale
 
@@ -31,13 +32,13 @@ class Square(Attack):
     """Square Attack (Andriushchenko et al. 2020): random search, by the scores alone.
 
     Each query changes a window of an image; the change is kept if it lowers the margin, the label's
-    score minus the largest other one. For linf (Algorithm 2) each channel of the window moves to
-    +eps or -eps; the search starts with vertical stripes of these. For l2 (Algorithm 3) the norm of
-    a second window moves into the first one, in the form of two opposite pyramids; the search
-    starts with tiles of these. For l1 (Croce and Hein 2021) the pyramids are steeper, and projected
-    in place of scaled. A window covers a share p of the image, halved after 10, 50, 200, 500,
-    1,000, 2,000 … queries. Windows are drawn for each image. A change that leaves an image as it is
-    costs no pass, but counts.
+    score minus the largest other one. Where members vote, scores are smoothed votes. For linf
+    (Algorithm 2) each channel of the window moves to +eps or -eps; the search starts with vertical
+    stripes of these. For l2 (Algorithm 3) the norm of a second window moves into the first one, in
+    the form of two opposite pyramids; the search starts with tiles of these. For l1 (Croce and Hein
+    2021) the pyramids are steeper, and projected in place of scaled. A window covers a share p of
+    the image, halved after 10, 50, 200, 500, 1,000, 2,000 … queries. Windows are drawn for each
+    image. A change that leaves an image as it is costs no pass, but counts.
 
     It attacks the mean prediction of a defense, `lightning_rob.attacks.foreign.scores`, as
     AutoAttack does. Images that are fooled leave; the others are returned at their smallest margin.
@@ -119,7 +120,12 @@ class Square(Attack):
         """Return the margins [b] of images [b, C, H, W]; minus infinity where an image fools."""
         index, y = (walk.index, walk.y) if rows is None else (walk.index[rows], walk.y[rows])
         with restricted_to(defense, index):  # labels behind which it rejects are those of a batch
-            values = scores(defense, x, noise, self.draws)
+            logits, weights = defense.sample_logits(x, noise, self.draws)
+            values = scores_of(logits, weights, rule := defense.rule)
+        if rule in (majority, top2_majority) and len(logits) > 1:
+            # The vote decides; the smoothed one, below 2, says how near the other classes are.
+            near = smoothed_votes(logits, weights, 1 + (rule is top2_majority))
+            values = near + 2 * rule(logits, weights)
         if check:
             check_logits(values[None], y)
         return (-margin(values, y)).masked_fill(values.argmax(-1) != y, -torch.inf)

@@ -14,6 +14,7 @@ from lightning_rob.attacks.decorators import AttackDecorator
 from lightning_rob.attacks.members import Strongest
 from lightning_rob.defenses import Defense, Single, TransformEnsemble, is_transform_ensemble
 from lightning_rob.defenses.network import Preprocessed
+from lightning_rob.defenses.rejection import AcceptedClasses
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import random_member
 from lightning_rob.runtime.errors import at_least
@@ -80,7 +81,9 @@ class OnDifferentiable(AttackDecorator):
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         return self.attack.perturb(self._part(defense), x, y, generator)
 
-    def _part(self, defense: Defense) -> TransformEnsemble:
+    def _part(self, defense: Defense) -> Defense:
+        if isinstance(defense, AcceptedClasses):  # of an ensemble that rejects
+            return AcceptedClasses(self._part(defense.defense), defense.labels)
         ensemble = transformation_ensemble(defense, self)
         kinds = enumerate(ensemble.transforms.values())
         chosen = [i for i, kind in kinds if kind.differentiable or self.straight_through]

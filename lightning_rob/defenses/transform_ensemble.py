@@ -77,6 +77,7 @@ class TransformEnsemble(Defense):
         """Return the ensemble of some of the members; the networks are shared."""
         transforms = {self.names[i]: self.transform(i) for i in members}
         part = TransformEnsemble([self.members[i] for i in members], transforms, self.rule)
+        part.rejects = self.rejects
         part.weights = part.weights.to(self.weights.device)
         return part
 

@@ -215,7 +215,8 @@ def _adaptive_attacks(defense: Defense, kind: SuiteKind, pgd: PGD) -> dict[str, 
         inner = PGD(Threat("linf", 0.05, threat.bounds), steps, 0.01)
         longer = replace(pgd, steps=5 * steps, restarts=2)
         adaptive: dict[str, Attack] = {"adaptive_pgd": _through(defense, longer)}
-        kinds = defense.transforms.values() if is_transform_ensemble(defense) else ()
+        known = is_transform_ensemble(defense) and not defense.may_reject
+        kinds = defense.transforms.values() if known else ()
         if any(kind.reversible or kind.differentiable for kind in kinds):  # else both refuse
             paa = PAA(inner, "AvgP", DISSIMILARITY, project_last=True)
             adaptive |= {"taa": TAA(pgd), "paa": paa}

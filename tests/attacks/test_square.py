@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_rob.attacks import PGD, Square
 from lightning_rob.attacks.budget import PassCount
 from lightning_rob.attacks.square import SCHEDULE, pyramids
-from lightning_rob.defenses import Single
+from lightning_rob.defenses import Ensemble, Single
 from lightning_rob.randomness import Streams
+from lightning_rob.rules import majority, top2_majority
 from lightning_rob.threat import Threat
 from tests.attacks.common import assert_inside, images, right, seeded, trained_net
 from tests.counting import Counting
@@ -124,3 +126,26 @@ def test_success_by_queries_is_that_of_the_package(threat):
         theirs = right(Single(net), torch.cat(found), y).mean().item()
         error = (2 * max(theirs * (1 - theirs), 0.01) / 600) ** 0.5
         assert abs(ours - theirs) < 3 * error, f"{queries}: {ours:.3f}, {theirs:.3f}"
+
+
+class Loud(nn.Module):
+    """A network of larger logits, which change no vote."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return 16 * self.net(x)
+
+
+@pytest.mark.parametrize("rule", [majority, top2_majority])
+def test_votes_decide_and_not_the_most_confident_member(rule):
+    nets, (x, y) = [trained_net(seed) for seed in (1, 2, 3)], images(20, seed=4)
+    square = Square(Threat("linf", 0.1), 60)
+    found, louder = (
+        square(Ensemble(members, rule=rule), x, y, seeded())
+        for members in (nets, [Loud(nets[0]), *nets[1:]])
+    )
+    assert torch.equal(found, louder)
+    assert right(Ensemble(nets, rule=rule), found, y).mean() < 0.9

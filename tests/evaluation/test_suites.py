@@ -30,7 +30,7 @@ from lightning_rob.defenses import (
 from lightning_rob.evaluation.suites import default_attacks, plug_in_for, suite_for
 from lightning_rob.nets import SmallCNN
 from lightning_rob.objectives import linear
-from lightning_rob.rules import VOTING_RULES, mean_logits, mean_probs, random_member
+from lightning_rob.rules import VOTING_RULES, abstaining, mean_logits, mean_probs, random_member
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import GaussianNoise, HorizontalFlip, UniformNoise
 from tests.attacks.common import images, right, streams, trained_net
@@ -214,6 +214,23 @@ def test_auto_follows_the_identity_through_what_has_no_gradient():
     assert right(defense, x_adv, y).mean() < right(defense, x, y).mean() - 0.3
     with pytest.raises(TypeError, match=r"no member has a gradient, of quantize.*or Square"):
         OnDifferentiable(PGD(Threat("linf", 0.1), 1, 0.1))(defense, x, y)
+
+
+@abstaining
+def unanimous(logits, weights):
+    votes = random_member(logits, weights)
+    return votes * (votes > 0.999)
+
+
+def test_members_behind_transformations_that_reject_are_attacked():
+    defense = TransformEnsemble([trained_net(1)] * 2, ["shift_left", "clean"], unanimous)
+    x, y = images(40, seed=4)
+    threat = Threat("linf", 0.1)
+    suite = suite_for(defense, threat)
+    assert "taa" not in suite.attacks
+    for attack in (Auto(threat, 200), suite.attacks["adaptive_pgd"]):
+        wrong = defense(attack(defense, x, y)).scatter(1, y[:, None], 0).sum(1)
+        assert wrong.mean() > 0.3  # accepted, and of a wrong class
 
 
 def test_gradients_that_a_defense_hides_are_taken_from_its_transforms():
