@@ -142,10 +142,10 @@ class Loud(nn.Module):
 @pytest.mark.parametrize("rule", [majority, top2_majority])
 def test_votes_decide_and_not_the_most_confident_member(rule):
     nets, (x, y) = [trained_net(seed) for seed in (1, 2, 3)], images(20, seed=4)
-    square = Square(Threat("linf", 0.1), 60)
+    square = Square(Threat("linf", 0.16), 60)
     found, louder = (
         square(Ensemble(members, rule=rule), x, y, seeded())
         for members in (nets, [Loud(nets[0]), *nets[1:]])
     )
     assert torch.equal(found, louder)
-    assert right(Ensemble(nets, rule=rule), found, y).mean() < 0.9
+    assert right(Ensemble(nets, rule=rule), found, y).mean() < 0.85
