@@ -1,5 +1,6 @@
 """Auto: the attack that a defense calls for, found within a number of passes."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import ceil, isqrt
 from typing import Literal
@@ -167,15 +168,18 @@ class Auto(Attack):
             smooth = replace(pgd, draws=draws, objective=linear, momentum=AGGMO)
             return Budgeted(smooth, self.passes)
         parts = self._shares(kind, defense, classes)
+        views: list[Callable[[Attack], Attack]] = [lambda attack: attack] * len(parts)
         if kind == "transformed":
-            parts = tuple((share, through(attack)) for share, attack in parts)
+            views = [through] * len(parts)
             known = [one.differentiable for one in defense.transforms.values()]
             # The identity's gradient may lead members away that have their own.
             if len(parts) > 1 and any(known) and not all(known):
-                exact = OnDifferentiable(replace(self._apgd(defense), early_stop=False))
+                exact = replace(self._apgd(defense), early_stop=False)
                 parts = (*((2 / 3 * share, attack) for share, attack in parts), (1 / 3, exact))
+                views.append(OnDifferentiable)
         free = self.passes - members * len(parts)  # Strongest evaluates each
-        return Strongest(tuple(within(int(share * free), attack) for share, attack in parts))
+        given = (Budgeted(attack, max(int(share * free), 1)) for share, attack in parts)
+        return Strongest(tuple(view(attack) for view, attack in zip(views, given, strict=True)))
 
     def _apgd(self, defense: Defense) -> APGD:
         """Return APGD on the margin, or in l1 on cross-entropy, which leaves fewer images there."""
@@ -244,13 +248,6 @@ def attack_gradients(defense: Defense) -> SurrogateTransforms | None:
         if declared and any(kind.differentiable for kind in part.transforms.values()):
             return SurrogateTransforms(shared_order=False, gradients="straight_through")
     return surrogate_for(defense)
-
-
-def within(passes: int, attack: Attack) -> Attack:
-    """Return the attack with the most steps that fit, on a part of the members more of them."""
-    if isinstance(attack, OnDifferentiable):
-        return replace(attack, attack=within(passes, attack.attack))
-    return Budgeted(attack, max(passes, 1))
 
 
 def through(attack: Attack) -> OnDifferentiable:

@@ -14,7 +14,7 @@ from lightning_rob.attacks.decorators import AttackDecorator
 from lightning_rob.attacks.members import Strongest
 from lightning_rob.defenses import Defense, Single, TransformEnsemble, is_transform_ensemble
 from lightning_rob.defenses.network import Preprocessed
-from lightning_rob.defenses.rejection import AcceptedClasses
+from lightning_rob.defenses.rejection import rewrapped, unwrapped
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import random_member
 from lightning_rob.runtime.errors import at_least
@@ -82,9 +82,7 @@ class OnDifferentiable(AttackDecorator):
         return self.attack.perturb(self._part(defense), x, y, generator)
 
     def _part(self, defense: Defense) -> Defense:
-        if isinstance(defense, AcceptedClasses):  # of an ensemble that rejects
-            return AcceptedClasses(self._part(defense.defense), defense.labels)
-        ensemble = transformation_ensemble(defense, self)
+        ensemble = transformation_ensemble(unwrapped(defense), self)
         kinds = enumerate(ensemble.transforms.values())
         chosen = [i for i, kind in kinds if kind.differentiable or self.straight_through]
         if not chosen:
@@ -92,7 +90,7 @@ class OnDifferentiable(AttackDecorator):
             raise TypeError(f"no member has a gradient, of {names}: use TAA, or Square without one")
         part = ensemble.part(chosen)
         part.straight_through = self.straight_through
-        return part
+        return rewrapped(part, defense)
 
 
 @dataclass(frozen=True)

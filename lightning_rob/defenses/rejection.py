@@ -144,6 +144,11 @@ def unwrapped(defense: Defense) -> Defense:
     return defense.defense if isinstance(defense, AcceptedClasses) else defense
 
 
+def rewrapped(part: Defense, whole: Defense) -> Defense:
+    """Return a part of the `unwrapped` defense as an attack sees the whole one."""
+    return AcceptedClasses(part, whole.labels) if isinstance(whole, AcceptedClasses) else part
+
+
 def behind_labels(defense: Defense) -> Defense | None:
     """Return the defense that is seen through a label of each image; None for any other."""
     if isinstance(defense, AcceptedClasses) and isinstance(defense.labels, PerImageValues):
