@@ -287,11 +287,12 @@ def smoothed_votes(logits: Tensor, weights: Tensor, votes: int = 1) -> Tensor:
         last, beyond = top[..., -2:-1], top[..., -1:]
         bar = torch.where(scores >= last, beyond, last)
         counts = expectation(weights, (VOTE_SPREAD * (scores - bar)).sigmoid())
-    if votes == 1 and int((weights > 0).sum()) != 2:
-        return counts
-    first = scores[int((weights > 0).int().argmax())]
+    # As tensors: to ask for the weights here would make a GPU wait at every step.
+    drawn = (weights > 0).to(scores)
+    ties = TIE if votes == 2 else TIE * (drawn.sum() == 2)
+    first = expectation(drawn * (drawn.cumsum(0) == 1), scores)
     lead = VOTE_SPREAD * (first - first.amax(-1, keepdim=True))
-    return counts + TIE * lead.exp()
+    return counts + ties * lead.exp()
 
 
 @Objective

@@ -104,7 +104,7 @@ class ScoreNetwork(nn.Module):
 
 
 def scores(defense: Defense, x: Tensor, generator: Generator, draws: int | None) -> Tensor:
-    """Return a score [B, K] for each class, the largest for the predicted one; see `scores_of`."""
+    """Return a score [B, K] for each class, as the mean predicts it; see `scores_of`."""
     found = scores_of(*defense.sample_logits(x, generator, draws), defense.rule)
     if x.requires_grad and torch.is_grad_enabled() and not found.requires_grad:
         raise NoGradientError()

@@ -40,8 +40,9 @@ class Square(Attack):
     the image, halved after 10, 50, 200, 500, 1,000, 2,000 … queries. Windows are drawn for each
     image. A change that leaves an image as it is costs no pass, but counts.
 
-    It attacks the mean prediction of a defense, `lightning_rob.attacks.foreign.scores`, as
-    AutoAttack does. Images that are fooled leave; the others are returned at their smallest margin.
+    It attacks the vote where members vote, otherwise the mean prediction, as AutoAttack does
+    (`lightning_rob.attacks.foreign.scores`). Images that are fooled leave; the others are returned
+    at their smallest margin.
 
     Args:
         threat: the ball and the bounds; linf, l2 or l1.

@@ -1,6 +1,6 @@
 """Ensembles of networks, each of which sees images through a transformation of its own."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TypeGuard
 
@@ -14,6 +14,7 @@ from lightning_rob.randomness import Generator, Streams, derive_seed
 from lightning_rob.rules import Rule, mean_probs
 from lightning_rob.runtime.errors import nearest
 from lightning_rob.transforms import Transform
+from lightning_rob.transforms.bpda import approximated
 from lightning_rob.transforms.pool import chosen
 
 Transforms = str | Sequence[str] | Mapping[str, Transform]
@@ -84,9 +85,8 @@ class TransformEnsemble(Defense):
     def seen(self, member: int, x: Tensor, generator: Generator = None) -> Tensor:
         """Transform images [B, C, H, W] as a member sees them, with a gradient if x needs one."""
         name, transform = self.names[member], self.transform(member)
-        if self.straight_through and not transform.differentiable:
-            return straight_through(lambda z: transformed(transform, name, z, generator), x)
-        if x.requires_grad and torch.is_grad_enabled() and not transform.differentiable:
+        cut = x.requires_grad and torch.is_grad_enabled() and not transform.differentiable
+        if cut and not self.straight_through:
             raise RuntimeError(
                 f"{name} has no gradient: attack the members that have one by OnDifferentiable, or "
                 "one of them by TAA"
@@ -104,7 +104,7 @@ class TransformEnsemble(Defense):
         nets: list[nn.Module] = []
         for transform, net in zip(self.transforms.values(), self.members, strict=True):
             cut = self.straight_through and not transform.differentiable
-            see = partial(straight_through, transform) if cut else transform
+            see = partial(approximated, transform, params=()) if cut else transform
             nets.append(Preprocessed(see, net))
         return nets
 
@@ -124,15 +124,11 @@ def is_transform_ensemble(defense: nn.Module) -> TypeGuard[TransformEnsemble]:
     return isinstance(defense, TransformEnsemble)
 
 
-def straight_through(see: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return the images that a function sees, with the gradient of the identity."""
-    fixed = x.detach()
-    return see(fixed) + (x - fixed)
-
-
 def transformed(transform: Transform, name: str, x: Tensor, generator: Generator = None) -> Tensor:
     """Transform images [B, C, H, W]; the randomness is keyed by the transformation's name."""
     if isinstance(generator, Streams):
         # By its name and not its place, a member draws the same in every ensemble.
         generator = generator.fold_in(derive_seed(*name.encode()))
-    return transform(x, *transform.sample(x, generator))
+    params = transform.sample(x.detach(), generator)
+    # With the identity's gradient; `seen` refuses it unless an attack asks for it.
+    return transform(x, *params) if transform.differentiable else approximated(transform, x, params)
