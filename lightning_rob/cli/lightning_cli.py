@@ -15,6 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.multiprocessing.spawn import ProcessException
 
 from lightning_rob.callbacks.guard import TerminateOnNonFinite
@@ -331,10 +332,14 @@ class RobustCLI(LightningCLI):
             radius = radius_options(trained_threat(self.model))
             allowances = "".join(f" {OPTION} {name}" for name in sorted(allowed()))
             path = shlex.quote(written) + allowances
+            # Lightning tests, and so audits, a module that says what a test step is.
+            testable = is_overridden("test_step", self.model)
+            command = "test" if testable else "validate"
             self._print(
-                f"Next: lightning-rob test {path} --trainer.callbacks+={plug_in}{radius}\n"
-                f"      lightning-rob audit {path}"
+                f"Next: lightning-rob {command} {path} --trainer.callbacks+={plug_in}{radius}"
             )
+            if testable:
+                self._print(f"      lightning-rob audit {path}")
         if tested:
             self._check_thresholds("test")
 

@@ -1,6 +1,8 @@
 """Checkpoints and plug-ins from Python, and the command line on anybody's module and data."""
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -86,6 +88,17 @@ def test_a_module_of_others(foreign, monkeypatch):
     monkeypatch.delenv(ALLOWED)
     with pytest.raises(InputError, match="runs only with --allow-import tests"):
         lightning_rob.load(path)
+
+
+def test_the_next_command_after_a_fit_suits_the_module(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delattr(Classifier, "test_step")
+    main(["fit", *OURS, "--trainer.max_epochs=1"])
+    advised = next(filter(re.compile("Next: ").match, capsys.readouterr().out.splitlines()))
+    command = shlex.split(advised)[2:]
+    assert command[0] == "validate"  # Lightning tests no module without a test step
+    main(command)
+    assert "worst" in capsys.readouterr().out
 
 
 def test_bad_checkpoints(tmp_path):
