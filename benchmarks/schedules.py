@@ -29,7 +29,7 @@ from lightning_rob.attacks import (
     Strongest,
     TransferFromStatic,
 )
-from lightning_rob.attacks.auto import AGGMO, Auto, through
+from lightning_rob.attacks.auto import AGGMO, Auto
 from lightning_rob.attacks.contexts import evaluating
 from lightning_rob.data import Digits5k, Patches10
 from lightning_rob.defenses import DENT, Ensemble, RandomTransforms, Single, TransformEnsemble
@@ -126,7 +126,7 @@ def for_transformed(threat, passes):
     margins = {"margin of the rule": rule, "expected margin": expected_margin}
     return {
         "PGD": OnDifferentiable(Budgeted(pgd, passes)),
-        "PGD, all members": through(Budgeted(pgd, passes)),
+        "PGD, all members": OnDifferentiable(Budgeted(pgd, passes), straight_through=True),
         "TAA": TAA(Budgeted(pgd, passes // 3 - 3)),
         "Square": Budgeted(Square(threat), passes),
     } | {

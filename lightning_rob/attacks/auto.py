@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import ceil, isqrt
 from typing import Literal
 
@@ -170,7 +171,7 @@ class Auto(Attack):
         parts = self._shares(kind, defense, classes)
         views: list[Callable[[Attack], Attack]] = [lambda attack: attack] * len(parts)
         if kind == "transformed":
-            views = [through] * len(parts)
+            views = [partial(OnDifferentiable, straight_through=True)] * len(parts)
             known = [one.differentiable for one in defense.transforms.values()]
             # The identity's gradient may lead members away that have their own.
             if len(parts) > 1 and any(known) and not all(known):
@@ -248,11 +249,6 @@ def attack_gradients(defense: Defense) -> SurrogateTransforms | None:
         if declared and any(kind.differentiable for kind in part.transforms.values()):
             return SurrogateTransforms(shared_order=False, gradients="straight_through")
     return surrogate_for(defense)
-
-
-def through(attack: Attack) -> OnDifferentiable:
-    """Return the attack on all members of a transformation ensemble."""
-    return OnDifferentiable(attack, straight_through=True)
 
 
 def _draws(defense: Defense) -> bool:

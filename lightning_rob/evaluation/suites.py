@@ -16,6 +16,7 @@ from lightning_rob.attacks import (
     AutoAttack,
     FewAttacked,
     LatticeClimber,
+    OnDifferentiable,
     Square,
     SurrogateTransforms,
     TransferFromStatic,
@@ -30,7 +31,6 @@ from lightning_rob.attacks.auto import (
     step_across,
     suite_kind,
     surrogate_for,
-    through,
 )
 from lightning_rob.attacks.decorators import RandomCorners, RandomStart
 from lightning_rob.defenses import Defense, Ensemble, is_transform_ensemble, random_transforms_in
@@ -182,7 +182,8 @@ def suite_for(
 
 def _through(defense: Defense, attack: Attack) -> Attack:
     """Return the attack, on a transformation ensemble on all its members."""
-    return through(attack) if is_transform_ensemble(defense) else attack
+    whole = is_transform_ensemble(defense)
+    return OnDifferentiable(attack, straight_through=True) if whole else attack
 
 
 def _unbounded(pgd: PGD) -> PGD:
