@@ -179,8 +179,15 @@ class Auto(Attack):
                 parts = (*((2 / 3 * share, attack) for share, attack in parts), (1 / 3, exact))
                 views.append(OnDifferentiable)
         free = self.passes - members * len(parts)  # Strongest evaluates each
+        count = PassCount(defense, torch.empty(0), classes)
+        if any(int(share * free) < attack.least(count) for share, attack in parts):
+            parts, free = ((1.0, parts[0][1]),), self.passes - members  # too few for all of them
+        if free < (least := parts[0][1].least(count)):
+            raise ValueError(
+                f"Auto needs {least + members} passes for {members} networks, and has {self.passes}"
+            )
         given = (Budgeted(attack, max(int(share * free), 1)) for share, attack in parts)
-        return Strongest(tuple(view(attack) for view, attack in zip(views, given, strict=True)))
+        return Strongest(tuple(view(attack) for view, attack in zip(views, given, strict=False)))
 
     def _apgd(self, defense: Defense) -> APGD:
         """Return APGD on the margin, or in l1 on cross-entropy, which leaves fewer images there."""
@@ -221,6 +228,13 @@ class Auto(Attack):
         if kind == "ensemble" or classes < 4 or self.passes < TARGETS_FROM * len(defense.weights):
             return ((1.0, margin),)
         return (0.25, margin), (0.75, APGD(self.threat, targets=9))
+
+
+def usual_passes(defense: Defense, threat: Threat) -> int:
+    """Return passes that are enough for a search on each network of an ensemble."""
+    fixed = suite_kind(defense) in ("ensemble", "randomized", "transformed")
+    # In l1 most starts of a run miss an image that another one fools.
+    return (2000 if threat.p == 1 else 1000) * (len(defense.weights) if fixed else 1)
 
 
 def check_threat(threat: Threat) -> None:

@@ -31,6 +31,7 @@ from lightning_rob.attacks.auto import (
     step_across,
     suite_kind,
     surrogate_for,
+    usual_passes,
 )
 from lightning_rob.attacks.decorators import RandomCorners, RandomStart
 from lightning_rob.defenses import Defense, Ensemble, is_transform_ensemble, random_transforms_in
@@ -48,10 +49,9 @@ PLUG_INS: dict[SuiteKind, str] = {
     "transductive": "callbacks/gmsa_avg.yaml",
 }
 
-WORDS: dict[str, Callable[[Threat], Attack]] = {  # of `evaluate`, for any defense
-    # In l1 most starts of a run miss an image that another one fools.
-    "auto": lambda threat: Auto(threat, 2000 if threat.p == 1 else 1000),
-    "autoattack": AutoAttack,
+WORDS: dict[str, Callable[[Defense, Threat], Attack]] = {  # of `evaluate`, for any defense
+    "auto": lambda defense, threat: Auto(threat, usual_passes(defense, threat)),
+    "autoattack": lambda defense, threat: AutoAttack(threat),
 }
 
 
@@ -68,7 +68,7 @@ def plug_in_for(defense: Defense) -> str:
 def attacks_by_name(name: str, defense: Defense, threat: Threat) -> dict[str, Attack]:
     """Return the attacks that one word stands for: suite, or one of that suite or beside it."""
     if name in WORDS:
-        return {name: WORDS[name](threat)}
+        return {name: WORDS[name](defense, threat)}
     # The audit alone takes balls of another size, within which "worst" means nothing.
     suite = {n: a for n, a in suite_for(defense, threat).attacks.items() if a.threat == threat}
     if name == "pgd" and name not in suite:  # of a defense that adapts: without rehearsals

@@ -19,3 +19,5 @@ def test_the_command_prints_the_trail_and_writes_a_plug_in(trained, tmp_path, mo
     (plugin,) = load_callbacks(str(found))
     run("test", *args, f"--trainer.callbacks+={found}")
     assert "auto" in plugin.attacks and "auto" in capsys.readouterr().out
+    run("attack", *args, "--images=10", "--passes=100", "--eps=0.1")
+    assert "Not searched: " in capsys.readouterr().out

@@ -27,7 +27,12 @@ from lightning_rob.defenses import (
     TransformEnsemble,
     URejectron,
 )
-from lightning_rob.evaluation.suites import default_attacks, plug_in_for, suite_for
+from lightning_rob.evaluation.suites import (
+    attacks_by_name,
+    default_attacks,
+    plug_in_for,
+    suite_for,
+)
 from lightning_rob.nets import SmallCNN
 from lightning_rob.objectives import linear
 from lightning_rob.rules import VOTING_RULES, abstaining, mean_logits, mean_probs, random_member
@@ -159,6 +164,24 @@ def test_auto_stays_within_its_passes(name, passes, norm):
     used -= 2 * len(rehearsed)  # of each, the prediction and the loss
     # The climb tries no set with a member that nothing fools.
     assert (0.4 if name == "drawn" else 0.7) * passes <= used <= passes
+
+
+def test_auto_on_many_networks():
+    """ARC on five costs 55 passes and more: APGD alone gets fewer."""
+    defense, (x, y) = Ensemble([trained_net(seed) for seed in range(1, 6)]), images(20, seed=4)
+    found = Auto(THREAT, 60)(defense, x, y, streams(x))
+    assert right(defense, found, y).mean() < right(defense, x, y).mean() - 0.3
+    with pytest.raises(ValueError, match="Auto needs 35 passes for 5 networks, and has 34"):
+        Auto(THREAT, 34).schedule(defense, classes=4)
+    passes = [
+        attacks_by_name("auto", one, threat)["auto"].passes
+        for one, threat in (
+            (defense, THREAT),
+            (defense, Threat("l1", 3.0)),
+            (RandomTransforms(TinyNet(), {"GaussianNoise": {}}, 1, 3), THREAT),
+        )
+    ]
+    assert passes == [5000, 10000, 1000]  # the search needs 400 for each network
 
 
 def test_auto_leaves_the_rounds_to_the_evaluation():
