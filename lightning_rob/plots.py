@@ -117,7 +117,8 @@ def bars(
     names: Sequence[str], accuracies: Sequence[float], intervals: Sequence[tuple[float, float]]
 ) -> Figure:
     """Draw accuracies in per cent as bars with their intervals; the last one stands out."""
-    figure = blank(max(2.4, 0.8 * len(names)))
+    widest = max(map(len, names))
+    figure = blank(0.6 + len(names) * max(0.7, LETTER * widest + 0.2))
     axes = figure.add_subplot()
     places, percent = range(len(names)), [100 * accuracy for accuracy in accuracies]
     ends = list(zip(*intervals, strict=True))

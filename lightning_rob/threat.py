@@ -33,7 +33,7 @@ def norm_order(norm: Norm) -> float:
     """Return the p of a norm given by name ("linf", "l2") or number; ValueError for p < 1."""
     try:
         # "linf" becomes "inf", which is a number.
-        p = float(str(norm).removeprefix("l"))
+        p = float(str(norm).lower().removeprefix("l"))
     except ValueError:
         p = math.nan
     if not p >= 1:
@@ -132,7 +132,7 @@ class Threat:
     def __post_init__(self) -> None:
         object.__setattr__(self, "eps", pixels(self.eps))
         object.__setattr__(self, "bounds", tuple(self.bounds))
-        norm_order(self.norm)
+        object.__setattr__(self, "norm", f"l{norm_order(self.norm):g}")  # one name for 2 and "l2"
         if not (0 <= self.eps < math.inf):
             raise ValueError(f"eps must be a finite radius >= 0, got {self.eps}")
         if not self.bounds[0] < self.bounds[1]:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import ceil, isqrt
-from typing import Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -85,6 +85,7 @@ class Auto(Attack):
         passes: the largest number of forward and backward passes of an image; see `Budgeted`.
     """
 
+    made_for: ClassVar[tuple[str, ...]] = get_args(SuiteKind)
     threat: Threat
     passes: int = 1000
     results: list[AutoResult] | None = field(default=None, init=False, repr=False, compare=False)

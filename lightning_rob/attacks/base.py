@@ -47,16 +47,19 @@ def check_images(x: Tensor, bounds: tuple[float, float]) -> None:
     if math.isnan(low):
         raise ValueError(f"images must lie in {list(bounds)}, got pixels that are NaN")
     if not (bounds[0] - 1e-4 <= low and high <= bounds[1] + 1e-4):
+        advice = "divide them, by 255 if they are 8-bit images"
+        if low < bounds[0]:
+            advice = "give them unnormalised, and the normalization as `preprocess=`"
         raise ValueError(
-            f"images must lie in {list(bounds)}, got values in [{low:.4g}, {high:.4g}]: give them "
-            "unnormalised, and the normalization as `preprocess=`"
+            f"images must lie in {list(bounds)}, got values in [{low:.4g}, {high:.4g}]: {advice}"
         )
 
 
 def check_label_type(y: Tensor, images: int) -> None:
     """Raise ValueError unless y is one whole number for each image."""
     if y.shape != (images,):
-        raise ValueError(f"{images} images need labels [{images}], got {list(y.shape)}")
+        advice = ": of one-hot labels give y.argmax(1)" if y.dim() == 2 else ""
+        raise ValueError(f"{images} images need labels [{images}], got {list(y.shape)}{advice}")
     if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
         raise ValueError(f"labels must be whole numbers, got {y.dtype}")
 
@@ -81,6 +84,12 @@ def set_step_size(attack: Any) -> None:
         object.__setattr__(attack, "step_size", pixels(attack.step_size))
         if not attack.step_size > 0:
             raise ValueError(f"step_size must be positive, got {attack.step_size}")
+        threat, (low, high) = attack.threat, attack.threat.bounds
+        # The usual slip, 2 in place of 2/255, makes a weak attack; a single step may be 2.5 eps.
+        longest = max(high - low, 2.5 * float(threat.eps)) if threat.p == math.inf else math.inf
+        if not threat.relative and attack.step_size > longest:
+            size = f"{attack.step_size:g}"
+            raise ValueError(f"a step of {size} crosses all images: did you mean {size}/255?")
 
 
 class Attack(Counted, ABC):

@@ -5,20 +5,20 @@ from operator import methodcaller
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_rob.attacks.auto import SuiteKind
 from lightning_rob.audit import attacked, strength
 from lightning_rob.audit.report import Check, Report
 from lightning_rob.audit.target import AuditBatch, AuditTarget
-from lightning_rob.defenses import Defense
 from lightning_rob.evaluation import checks as basic
 from lightning_rob.evaluation import columns as basic_columns
 from lightning_rob.evaluation import worst_case
 from lightning_rob.evaluation.checks import made
 from lightning_rob.evaluation.columns import LazyColumns, Measure
+from lightning_rob.evaluation.evaluate import as_defense
 from lightning_rob.evaluation.findings import Columns, by_severity, known
 from lightning_rob.evaluation.records import Result, measured
+from lightning_rob.evaluation.suites import KINDS
 from lightning_rob.runtime.identity import attack_spec
 from lightning_rob.threat import Threat
 
@@ -33,18 +33,10 @@ CLOSER: dict[Check, Check] = {
     basic.bounds: attacked.bounds,
 }
 CHECKS: tuple[Check, ...] = (*(CLOSER.get(one, one) for one in basic.CHECKS), *strength.CHECKS)
-KINDS: dict[SuiteKind, str] = {
-    "single": "one network",
-    "ensemble": "an ensemble with one prediction",
-    "randomized": "a randomized ensemble",
-    "random": "random predictions",
-    "transformed": "a transformation ensemble",
-    "transductive": "adapts to the test batch",
-}
 
 
 def audit(
-    defense: Defense,
+    defense: nn.Module,
     x: Tensor,
     y: Tensor,
     threat: Threat | None = None,
@@ -55,14 +47,15 @@ def audit(
     """Check a defense for a false sense of security, without a Trainer.
 
     Args:
-        defense: the defense; it and torch's global random stream are not changed.
+        defense: a defense, or a network as of `evaluate`; it and torch's global random stream are
+            not changed.
         x: [B, C, H, W] images; a defense that adapts has them all in one round.
         threat: linf, l2 or l1; None is linf 8/255.
         index: [B] the images' indices, by which noise is keyed; None for the positions.
         checks: the checks that are made; only the columns that they need are measured.
         **options: see `AuditTarget`.
     """
-    target = AuditTarget(defense, threat or Threat(), **options)
+    target = AuditTarget(as_defense(defense), threat or Threat(), **options)
     columns = LazyColumns(AuditBatch(target, x, y, index), measures(target))
     return build_report(target, columns, checks)
 

@@ -20,7 +20,7 @@ from lightning_rob.evaluation.findings import (
     significant,
 )
 from lightning_rob.evaluation.power import Power, counted, finding_of
-from lightning_rob.evaluation.suites import DISSIMILARITY, plug_in_for
+from lightning_rob.evaluation.suites import DISSIMILARITY, MADE_FOR, fitting, plug_in_for
 from lightning_rob.objectives import losses_of_rule
 
 RUGGED = 0.1  # of images that five starts break and as many steps from one start do not
@@ -30,13 +30,6 @@ MASKED = (
     "Gradients mislead. Attack the margin and with restarts, without gradients, and look for "
     "what is not smooth inside (docs/audit.md)."
 )
-MADE_FOR = {  # each kind of defense
-    "ensemble": "PGD on the loss of the rule by which it predicts",
-    "randomized": "ARC or the climb",
-    "random": "EoT on the linear loss with AggMo",
-    "transformed": "PAA, and PGD through all members that have a gradient",
-    "transductive": "GMSA",
-}
 
 
 def _why_not(columns: Columns, attack: str) -> str:
@@ -164,14 +157,13 @@ def _pgd_is_adaptive(target: AuditTarget, lacking: str) -> Finding:
 
 def _lacking(target: AuditTarget) -> str:
     """Return what the user's attacks lack, in words; empty if nothing, or without such attacks."""
-    kind, rule = target.suite.kind, target.defense.rule
+    kind = target.suite.kind
     if not target.other_attacks or kind == "single":
         return ""
-    parts = [part for attack in target.other_attacks.values() for part in walk(attack)]
-    fitting = [part for part in parts if part.is_made_for(kind, rule)]
-    if any(_is_strong_enough(part, target) for part in fitting):
+    found = fitting(target.other_attacks, target.defense)
+    if any(_is_strong_enough(part, target) for part in found):
         return ""
-    if not fitting:
+    if not found:
         names = ", ".join(target.other_attacks)
         return f"This evaluation runs {names}, but not {MADE_FOR[kind]}, made for this kind."
     return (

@@ -22,7 +22,7 @@ from lightning_rob.evaluation.evaluator import EvaluationSettings, check_names
 from lightning_rob.evaluation.groups import GROUP_SIZE, Batch, Unpack
 from lightning_rob.randomness import own_streams
 from lightning_rob.runtime.errors import at_least
-from lightning_rob.threat import Norm, pixels
+from lightning_rob.threat import Norm, norm_order, pixels
 
 SHARDED = (FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy)
 
@@ -238,7 +238,7 @@ def with_threat(
     """Return the attacks in balls of this radius and norm, checked; None keeps their own."""
     if eps is not None:
         attacks = {name: attack.rescaled(pixels(eps), norm) for name, attack in attacks.items()}
-    elif norm is not None:
+    elif norm is not None and norm_order(norm):  # raises for an unknown one
         raise ValueError(f"norm {norm} needs a radius in its units: give eps too")
     check_names(attacks)  # the radius too
     return dict(attacks)

@@ -94,6 +94,13 @@ def probability_for(radii: Floats, sigma: float) -> Floats:
     return np.asarray(ndtr(radii / sigma * (1 + 4 * ROUNDING)) * (1 + 4 * ROUNDING))
 
 
+def largest_radius(sigma: float, draws: int, failure: float) -> float:
+    """Return the radius of an image on which all draws agree, which none exceeds."""
+    looks = Looks(draws, failure, early=True).schedule
+    best = max(float(lower_bound(np.array([float(n)]), n, share)[0]) for n, share in looks)
+    return float(radius_of(np.array([best]), sigma)[0])
+
+
 DIGITS = 10**6  # radii in files are rounded down to multiples of 1 / DIGITS
 
 

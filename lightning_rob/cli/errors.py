@@ -51,17 +51,20 @@ def shorten_jsonargparse_error(message: str) -> str:
     here = absent and any(Path(absent[1] + ending).exists() for ending in (".py", "/__init__.py"))
     if here and "PYTHONPATH" not in text:
         text += ": it is in this folder, so set PYTHONPATH=."
+    text = re.sub(r'Parser key "object(\.\w+)*": ', "", text)  # of `build`, not of a command
     missing = " must name a class: its name, or class_path and init_args"
     return text + (missing if text.endswith(":") else "")
 
 
 def shorten_state_dict_error(error: RuntimeError) -> Exception:
-    """Shorten torch's error for weights of another architecture, or a lost rank; return others."""
+    """Shorten torch's error for weights or images of another shape, or a lost rank; else as is."""
     from lightning_rob.runtime.processes import as_fault  # imports torch
 
     message = str(error)
     if fault := as_fault(error):
         return fault
+    if re.search("shapes cannot be multiplied|Given groups=|expected input", message):
+        return InputError(f"the network does not take images of this shape: {message}")
     if "Error(s) in loading state_dict" not in message:
         return error
     kinds = {"of another shape": re.findall(r"size mismatch for ([^:]+): ", message)}

@@ -329,7 +329,8 @@ class RobustCLI(LightningCLI):
             )
         if written:
             plug_in = Path(plug_in_for(as_defense(self.model))).stem
-            radius = radius_options(trained_threat(self.model))
+            attacks = [one.threat for one in self._attacks().values() if one.threat != EVERY_IMAGE]
+            radius = radius_options(trained_threat(self.model) or next(iter(attacks), None))
             allowances = "".join(f" {OPTION} {name}" for name in sorted(allowed()))
             path = shlex.quote(written) + allowances
             # Lightning tests, and so audits, a module that says what a test step is.

@@ -81,7 +81,7 @@ def run(config: CertifyConfig, built: "Run") -> bool:
     from lightning_rob.attacks.auto import step_across
     from lightning_rob.callbacks import CertifiedEval
     from lightning_rob.callbacks.measurement import Measurement, measure
-    from lightning_rob.certify.smoothing import smoothed_by
+    from lightning_rob.certify.smoothing import largest_radius, smoothed_by
     from lightning_rob.commands.base import without_reporting
     from lightning_rob.evaluation import EvaluationSettings
     from lightning_rob.evaluation.records import append_records
@@ -124,7 +124,9 @@ def run(config: CertifyConfig, built: "Run") -> bool:
         append_records(folder / "certified.jsonl", [found])
         bounds = [certified.measurement(radius) for radius in radii]
         save(sandwich(bounds, attacked.measurements(), radii), folder / "certified.png")
-        print(f"{len(wrong)} violations: attacks that succeed within a certified radius")
+        if (most := largest_radius(sigma, config.draws, config.failure)) < max(radii):
+            print(f"{config.draws:,} draws certify no radius above {most:.3g}")
+        print(f"{len(wrong) or 'No'} attacks succeeded within a certified radius")
         for name, image in wrong[:10]:
             print(f"  {name} on image {image}")
         print(f"Wrote {folder}/certified.csv, .json, .jsonl and .png")

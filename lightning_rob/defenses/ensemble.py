@@ -43,6 +43,8 @@ class Ensemble(Defense):
         rule: Rule = random_member,
         rejects: int | None = None,
     ) -> None:
+        if isinstance(members, nn.Module) and not isinstance(members, Iterable):
+            raise TypeError(f"members must be a list of networks, got {type(members).__name__}")
         members = nn.ModuleList(members)
         for member in members:
             check_network(member)

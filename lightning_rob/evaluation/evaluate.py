@@ -177,7 +177,10 @@ def as_defense(model: nn.Module, preprocess: Callable[[Tensor], Tensor] | None =
             )
         return Single(Preprocessed(preprocess, own.classifiers[0]), own.rule, own.rejects)
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module or a Defense, got {type(model).__name__}")
+        advice = ": give Ensemble([...])" if isinstance(model, list) else ""
+        advice = f": give {model.__name__}()" if isinstance(model, type) else advice
+        kind = type(model).__name__
+        raise TypeError(f"model must be an nn.Module or a Defense, got {kind}{advice}")
     # Its buffers, such as a mean, have to be where the network is.
     if isinstance(preprocess, nn.Module):
         preprocess.to(device_of(model))

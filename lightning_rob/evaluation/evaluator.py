@@ -36,6 +36,7 @@ from lightning_rob.evaluation.protocol import (
 from lightning_rob.evaluation.results import WORST, EvaluationResult
 from lightning_rob.evaluation.resume_log import BatchOutcome
 from lightning_rob.evaluation.store import KNOWN, PerImageResults, predicted_class
+from lightning_rob.evaluation.suites import unfit
 from lightning_rob.evaluation.worst import is_random
 from lightning_rob.metrics import robust_accuracy
 from lightning_rob.objectives import check_classes, check_labels, losses_of_rule
@@ -44,6 +45,7 @@ from lightning_rob.rules import mean_probs, rejected_share
 from lightning_rob.runtime.errors import at_least
 from lightning_rob.runtime.precision import float32_precision, in_float32
 from lightning_rob.tables import CLEAN
+from lightning_rob.threat import Threat
 
 # Columns, and what is logged beside the accuracies.
 RESERVED = (
@@ -110,14 +112,8 @@ def check_names(attacks: Mapping[str, Attack]) -> None:
     for name, attack in attacks.items():
         if not isinstance(attack, Attack):
             raise TypeError(f"attack {name!r} must be such as PGD(…), got {attack!r}")
-        threat = attack.threat
-        # The usual slip: 8 in place of 8/255.
-        span = threat.bounds[1] - threat.bounds[0]
-        if threat.p == math.inf and not threat.relative and threat.eps > span:
-            raise ValueError(
-                f"the ball of {name!r}, linf {threat.eps:g}, holds every image: "
-                f"did you mean {threat.eps:g}/255?"
-            )
+        if attack.threat.p == math.inf:
+            check_ball(name, attack.threat, 1)
     if not attacks:
         raise ValueError("attacks must name at least one attack, got an empty dict")
     if joined := [name for name in attacks if "+" in name or "/" in name]:
@@ -129,6 +125,15 @@ def check_names(attacks: Mapping[str, Attack]) -> None:
     )
     for name in filter(taken.fullmatch, attacks):
         raise ValueError(f"no attack can be called {name!r}: that column has another meaning")
+
+
+def check_ball(name: str, threat: Threat, values: int) -> None:
+    """Raise ValueError for a ball that holds every image; `values` is their number in one."""
+    low, high = threat.bounds
+    if not threat.relative and threat.eps > (high - low) * values ** (1 / threat.p):
+        # The usual slip: 8 in place of 8/255.
+        ball, eps = f"{threat.norm} {threat.eps:g}", f"{threat.eps:g}/255"
+        raise ValueError(f"the ball of {name!r}, {ball}, holds every image: did you mean {eps}?")
 
 
 @dataclass(frozen=True)
@@ -184,6 +189,7 @@ class Evaluator:
         tests = 1 if defense.rejects is None else 2  # of each attack
         self.powers = torch.zeros(len(tested), tests, 4, dtype=torch.double)
         self.findings: list[Finding] = []
+        self.unfit = unfit(attacks, defense) if checks else []
         self.recovered: set[str] = set()  # attacks that took gradients just inside the bounds
         self.inside: Backward | None = None  # with which all attacks run from now on
         self.seconds = {name: self.store.log.seconds.get(name, 0.0) for name in self.attacks}
@@ -202,6 +208,8 @@ class Evaluator:
         tries that every attack runs.
         """
         check_images(x, self.bounds)
+        for name, attack in self.attacks.items():
+            check_ball(name, attack.threat, x[:1].numel())
         # A network may write into its input, and then all scores are of other images.
         given, settings = x.clone(), self.settings
         # A defense may be random on some images only, so that each group is looked at.
@@ -397,7 +405,7 @@ class Evaluator:
 
     def result(self) -> EvaluationResult:
         """Return the scores of all images; every process has to call it."""
-        rows, noted = self.store.rows(), list(self.findings)
+        rows, noted = self.store.rows(), [*self.findings, *self.unfit]
         if self.recovered:
             why = "are zero at the bounds" if self.inside else "were not finite on some images"
             text = (

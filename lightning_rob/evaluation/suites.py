@@ -1,8 +1,9 @@
 """Which attacks each kind of defense calls for."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from lightning_rob.attacks import (
     APGD,
@@ -34,9 +35,12 @@ from lightning_rob.attacks.auto import (
     usual_passes,
 )
 from lightning_rob.attacks.decorators import RandomCorners, RandomStart
+from lightning_rob.attacks.nested import walk
 from lightning_rob.defenses import Defense, Ensemble, is_transform_ensemble, random_transforms_in
+from lightning_rob.evaluation.findings import Finding
 from lightning_rob.objectives import ce_of_mean_logits, linear, losses_of_rule
 from lightning_rob.rules import mean_logits, random_member
+from lightning_rob.runtime.errors import nearest
 from lightning_rob.threat import Threat
 
 DISSIMILARITY = 0.3  # the bound on PAA of Liao et al. (2020)
@@ -49,8 +53,24 @@ PLUG_INS: dict[SuiteKind, str] = {
     "transductive": "callbacks/gmsa_avg.yaml",
 }
 
+KINDS: dict[SuiteKind, str] = {
+    "single": "one network",
+    "ensemble": "an ensemble with one prediction",
+    "randomized": "a randomized ensemble",
+    "random": "random predictions",
+    "transformed": "a transformation ensemble",
+    "transductive": "a defense that adapts to the test batch",
+}
+MADE_FOR: dict[SuiteKind, str] = {
+    "ensemble": "PGD on the loss of the rule by which it predicts",
+    "randomized": "ARC or the climb",
+    "random": "EoT on the linear loss with AggMo",
+    "transformed": "PAA, and PGD through all members that have a gradient",
+    "transductive": "GMSA",
+}
+
 WORDS: dict[str, Callable[[Defense, Threat], Attack]] = {  # of `evaluate`, for any defense
-    "auto": lambda defense, threat: Auto(threat, usual_passes(defense, threat)),
+    "auto": lambda defense, threat: _auto(defense, Auto(threat, usual_passes(defense, threat))),
     "autoattack": lambda defense, threat: AutoAttack(threat),
 }
 
@@ -65,6 +85,24 @@ def plug_in_for(defense: Defense) -> str:
     return PLUG_INS[kind]
 
 
+def fitting(attacks: Mapping[str, Attack], defense: Defense) -> list[Attack]:
+    """Return the attacks, or parts of them, that are made for the kind of a defense."""
+    kind, rule = suite_kind(defense), defense.rule
+    parts = (part for attack in attacks.values() for part in walk(attack))
+    return [part for part in parts if part.is_made_for(kind, rule)]
+
+
+def unfit(attacks: Mapping[str, Attack], defense: Defense) -> list[Finding]:
+    """Find that none of the attacks is made for the kind of a defense."""
+    kind = suite_kind(defense)
+    if kind == "single" or fitting(attacks, defense):
+        return []
+    text = f"None of these attacks is made for {KINDS[kind]}: {MADE_FOR[kind]} may leave less."
+    plug_in = f"--trainer.callbacks+={Path(plug_in_for(defense)).stem}"
+    advice = f'Attack by evaluate(net, "auto", …) or {plug_in} too.'
+    return [Finding("note", text, advice, name="adaptive")]
+
+
 def attacks_by_name(name: str, defense: Defense, threat: Threat) -> dict[str, Attack]:
     """Return the attacks that one word stands for: suite, or one of that suite or beside it."""
     if name in WORDS:
@@ -74,9 +112,14 @@ def attacks_by_name(name: str, defense: Defense, threat: Threat) -> dict[str, At
     if name == "pgd" and name not in suite:  # of a defense that adapts: without rehearsals
         return {name: PGD(threat, 20, step_across(threat.eps, 20, 4))}
     if name not in ("suite", *suite):
-        words = ", ".join(dict.fromkeys(("suite", *WORDS, *suite)))
-        raise ValueError(f"attacks must be a mapping or one of {words}; got {name!r}")
+        words = dict.fromkeys(("suite", *WORDS, "pgd", *suite))
+        kind, choices = type(defense).__name__, f": give a mapping, or one of {', '.join(words)}"
+        raise ValueError(f"no attack on a {kind} is called {name!r}{nearest(name, words, choices)}")
     return suite if name == "suite" else {name: suite[name]}
+
+
+def _auto(defense: Defense, auto: Auto) -> Attack:
+    return auto.schedule(defense) if defense.transductive else auto
 
 
 def default_attacks(defense: Defense, threat: Threat) -> dict[str, Attack]:

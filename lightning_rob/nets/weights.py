@@ -75,7 +75,8 @@ def member_prefixes(
         drop: as in `load_weights`.
     """
     _, _, places = _search(net, path, prefix, rename, drop)
-    ensembles = []
+    single = len(places) == 1 and not re.search(r"\d", places[0])
+    ensembles = [places] if single else []  # of one network
     for zero in (zero for place in places for zero in re.finditer(r"(?<!\d)0(?!\d)", place)):
         # Each 0 in a place may be the member's number: count how far it goes up.
         before, after = zero.string[: zero.start()], zero.string[zero.end() :]

@@ -95,5 +95,6 @@ def explain(message: str) -> str | None:
     prefix = inside if package in OWNERS else package
     return (
         f"{name} was not imported: code that is neither of lightning-rob nor of the packages it "
-        f"trusts runs only with {OPTION} {prefix}, if you trust it"
+        f"trusts runs only with {OPTION} {prefix}, if you trust it, or in a script of yours with "
+        f"{VARIABLE}={prefix}"
     )

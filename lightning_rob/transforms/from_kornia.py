@@ -32,7 +32,8 @@ class FromKornia(Transform):
         kind = type(self.augmentation)
         if not any(base.__module__.startswith("kornia.augmentation.") for base in kind.__mro__):
             raise TypeError(
-                f"only modules of kornia.augmentation are transforms, got {kind.__name__}"
+                "transforms are those of lightning_rob.transforms and kornia.augmentation, got "
+                f"{kind.__name__}"
             )
 
     @property

@@ -202,6 +202,12 @@ def test_dropping_raises_no_expected_accuracy(options, objective, threat):
     assert (threat.size(fast - x) <= threat.eps + 1e-6).all()
 
 
+def test_a_step_in_other_units_is_refused():
+    with pytest.raises(ValueError, match=r"a step of 2 crosses all images: did you mean 2/255"):
+        PGD(Threat("linf", 8 / 255), 20, 2)
+    assert PGD(Threat("linf", 0.6), 1, 1.5).steps == PGD(Threat("l2", 9), 1, 2).steps == 1
+
+
 def test_the_rule_of_a_mixture_decides_which_images_are_fooled():
     """Each part is wrong, towards another class; their mean is right."""
     first = Recording(Constant(2.9, 3.0, -9.0))

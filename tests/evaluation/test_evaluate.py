@@ -128,10 +128,14 @@ def test_one_word_for_attacks():
     found = evaluate(net(), "suite", images, **sparse)
     assert {str(attack.threat) for attack in found.attacks.values()} == {"l1 50"}
     assert found.accuracy("worst") == 0
-    with pytest.raises(ValueError, match=r"the suite needs linf, l2 or l1 and .* got 3 50"):
+    with pytest.raises(ValueError, match=r"the suite needs linf, l2 or l1 and .* got l3 50"):
         evaluate(net(), "auto", images, **sparse | {"norm": 3})
+    with pytest.raises(ValueError, match=r"l2 128, holds every image: did you mean 128/255"):
+        evaluate(net(), "pgd", images, eps=128, norm=2)
     for attacks, eps, message in (
-        ("pdg", 0.1, "a mapping or one of suite, auto, autoattack, .*pgd, .*square.*; got 'pdg'"),
+        ("pdg", 0.1, "no attack on a Single is called 'pdg', did you mean pgd?"),
+        ("climb", 0.1, "is called 'climb': give a mapping, or one of suite, auto, .*square"),
+        ("pgd", 8, "the ball of 'pgd', linf 8, holds every image: did you mean 8/255?"),
         ("pgd", None, "attacks given by one word need eps, such as eps=8/255"),
     ):
         with pytest.raises(ValueError, match=message):

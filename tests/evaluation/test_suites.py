@@ -274,3 +274,23 @@ def test_gradients_that_a_defense_hides_are_taken_from_its_transforms():
     assert own.backward == suites[1].attacks["pgd"].backward is not None
     declared = suites[1].attacks["declared"](hiding, x, y, streams(x))
     assert not torch.equal(declared, found[1])
+
+
+def test_an_evaluation_says_that_it_lacks_the_attack_for_its_kind():
+    pgd, x, y = PGD(THREAT, 1, 0.1), torch.rand(4, 3, 8, 8), torch.arange(4)
+    drawn = Ensemble([TinyNet(), TinyNet()])
+    found = [
+        [one.text for one in evaluate(defense, attacks, [(x, y)], progress=False).findings]
+        for defense, attacks in (
+            (drawn, {"pgd": pgd}),
+            (drawn, {"pgd": pgd, "arc": ARC(THREAT, 1, 0.1)}),
+            (drawn, {"auto": Auto(THREAT, 100)}),
+            (Single(TinyNet()), {"pgd": pgd}),
+        )
+    ]
+    lacking = "made for a randomized ensemble: ARC or the climb may leave less."
+    assert [any(text.endswith(lacking) for text in texts) for texts in found] == [
+        *(True, False, False, False)
+    ]
+    adapting = attacks_by_name("auto", DENT(SmallCNN(4, 3, 4)), THREAT)["auto"]
+    assert isinstance(adapting, GMSA)

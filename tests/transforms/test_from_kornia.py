@@ -56,7 +56,7 @@ def test_a_defense_takes_its_modules():
 
 
 def test_other_modules_and_sizes_are_refused():
-    with pytest.raises(TypeError, match=r"only modules of kornia.augmentation .*, got ReLU"):
+    with pytest.raises(TypeError, match=r"transforms are those of .*, got ReLU"):
         RandomTransforms(nn.Identity(), [nn.ReLU()], 1, 1)
     x, crop = images(2), FromKornia(kornia.RandomCrop((8, 8)))
     with pytest.raises(ValueError, match=r"RandomCrop must keep the size of images, .*8, 8\]"):

@@ -119,10 +119,8 @@ def run(
     if config.part is None:
         refuse_copies(found)
         found.sort(key=lambda one: (one.folder.name, one.published))  # as in one folder
-    for one in found:
-        for reason in one.reasons:
-            print(visible(f"{one.folder.name}: {reason}"), flush=True)
     if config.part is not None:
+        print_reasons(found)
         return
     ranked = {norm: rows(found, norm) for norm in protocol.radii}
     blocks = [*page(protocol, ranked, found)]
@@ -136,11 +134,20 @@ def run(
     for norm, entries in ranked.items():
         print(f"Within {norm}: rank, worst accuracy in per cent and its 95 % interval")
         for row in entries:
-            print(visible(f"  {cells(row)[0]:>8}  {cells(row)[5]:20}  {row['defense']}"))
+            mine = " (yours)" * (bool(published) and row["defense"] in {one.name for one in own})
+            print(visible(f"  {cells(row)[0]:>8}  {cells(row)[5]:20}  {row['defense']}{mine}"))
     print(visible(f"Wrote {folder}/leaderboard.md, .html and .json"))
+    print_reasons(found)
     if refused := sum(bool(one.reasons) for one in found):
         print(f"{refused} of {len(found)} submissions have no rank, for the reasons above")
         raise SystemExit(1)
+
+
+def print_reasons(found: Sequence[Submission]) -> None:
+    """Print why submissions have no rank."""
+    for one in found:
+        for reason in one.reasons:
+            print(visible(f"{one.folder.name}: {reason}"), flush=True)
 
 
 def rows(submissions: Sequence[Submission], norm: str) -> list[dict[str, Any]]:

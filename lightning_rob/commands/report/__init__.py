@@ -73,7 +73,8 @@ def report(folders: Sequence[Path], out: Path, template: Path | None = None) -> 
     beside = out.with_suffix(".md")
     out.parent.mkdir(parents=True, exist_ok=True)
     evaluated = [found for found in runs if found.evaluations.by_stage]
-    title = runs[0].title if len(runs) == 1 else f"{len(evaluated or runs)} runs"
+    count = len(evaluated or runs)
+    title = runs[0].title if len(runs) == 1 else f"{count} run{'s' * (count > 1)}"
     title = f"Robustness of {title}"
     sections = list(_sections(runs, title, out.parent))
     pages = [page for page, _ in sections]

@@ -116,6 +116,7 @@ class Run:
     evaluations: Evaluations  # of `RobustEval`
     votes: list[Fields]  # of `VotingRuleEval`, the last of each stage, attack, ensemble and rule
     overfitting: list[Fields]  # verdicts of `RobustCheckpoint`
+    certified: list[Fields]  # of `certify`, by radius
     monitor: list[Fields]
     audit: Fields  # of `RobustAudit`; empty where there is none
     recipe: str  # text of config.yaml, and its content
@@ -204,6 +205,7 @@ def read_run(folder: Path) -> Run:
         evaluations=Evaluations(filter(None, map(attack_result, kinds.get("accuracy", ())))),
         votes=_last(kinds.get("voting_rule", ()), "name", "ensemble", "rule"),
         overfitting=_last(kinds.get("overfitting", ()), "name"),
+        certified=kinds.get("certified", [])[-1:],
         monitor=list(records_in(folder / MONITOR)),
         audit=audit if is_audit else {},
         recipe=recipe,

@@ -113,7 +113,7 @@ def differences(by_label: Mapping[str, Results], column: Column) -> str:
     for label, other in others:
         apart = list(specs.differences(one.attack, other.attack))
         if one.over != other.over:
-            apart.append(f"over ({', '.join(one.over)} and {', '.join(other.over)})")
+            apart.append(f"its attacks ({', '.join(one.over)}; {', '.join(other.over)})")
         described += [f"{first} and {label} differ in {', '.join(apart)}"] if apart else []
     if described:
         return f"{title} does not mean the same in all runs: {'; '.join(described)}."
@@ -140,6 +140,7 @@ def run_section(run: Run, name: str, level: int, folder: Path) -> Iterator[Block
     yield from checkpoints(run.monitor, below)
     yield from votes(run.votes, below)
     yield from _audit(run.audit, below)
+    yield from _certified(run.certified, below)
     if any(result.is_attack for result in final):
         yield Heading(below, "Arguments of the attacks")
         yield attack_table(final)
@@ -219,6 +220,19 @@ def _audit(audit: Fields, level: int) -> Iterator[Block]:
     yield table(caption, ["attack", "within", "accuracy>"], rows)
     rest = [[f["name"], f["severity"], f["text"]] for f in audit["findings"] if f not in loud]
     yield Details("Other checks", [table("", ["check", "severity", "finding"], rest)])
+
+
+def _certified(records: Sequence[Fields], level: int) -> Iterator[Block]:
+    """Yield the accuracy that is certified within each radius."""
+    for fields in records:
+        yield Heading(level, "Certified accuracy")
+        found = zip(fields["radii"], fields["accuracy"], fields["intervals"], strict=True)
+        rows = [[f"l2 {radius:.4g}", accuracy_cell(*rest)] for radius, *rest in found]
+        settings = f"noise of {fields['sigma']:g}, at most {fields['draws']:,} draws"
+        caption = f"No attack changes a right prediction: {fields['n']:,} images, {settings}"
+        yield table(caption, ["within", "accuracy>"], rows)
+        if wrong := fields.get("violations"):
+            yield Warned(f"{len(wrong)} attacks succeeded within a certified radius.")
 
 
 def _provenance(run: Run, final: Sequence[AttackResult]) -> Iterator[Block]:
