@@ -23,17 +23,7 @@ from lightning_rob.recipes.plugins import expand
 from lightning_rob.threat import Threat, pixels
 from lightning_rob.transforms import named
 from tests.nets.test_weights import dverge_state
-from tests.tiny import (
-    ROOT,
-    pgd,
-    recipe,
-    records,
-    refused,
-    robust_eval,
-    run,
-    same_weights,
-    weights,
-)
+from tests.tiny import ROOT, pgd, recipe, records, refused, robust_eval, run, same_weights, weights
 
 
 def attacks_in(content):

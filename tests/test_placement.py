@@ -149,10 +149,7 @@ GAMES = {
     "TADV, source there": (partial(tadv, True), GMSA(LEAST, rounds=2)),
     "RMC, source there, GMSA": (partial(rmc, True), GMSA(PLAIN, rounds=1)),
     "URejectron, part of the images": (partial(urejectron, True), PartialBatchAttack(PLAIN)),
-    "DENT, confident": (
-        lambda: DENT(SmallCNN(10, 1)),
-        GMSA(HighConfidence(PLAIN, 1, 1), rounds=1),
-    ),
+    "DENT, confident": (lambda: DENT(SmallCNN(10, 1)), GMSA(HighConfidence(PLAIN, 1, 1), rounds=1)),
     "DENT, through adaptation": (lambda: DENT(SmallCNN(10, 1)), ThroughAdaptation(PLAIN)),
     "ensemble of transformations, TAA": (partial(ensemble, NAMES), TAA(PLAIN)),
     "ensemble of transformations, PAA": (partial(ensemble, PLACES), paa("AvgP")),

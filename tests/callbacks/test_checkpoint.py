@@ -4,15 +4,7 @@ import pytest
 import torch
 
 from tests.schema import checked
-from tests.tiny import (
-    pgd,
-    recipe,
-    records,
-    robust_eval,
-    run,
-    same_weights,
-    weights,
-)
+from tests.tiny import pgd, recipe, records, robust_eval, run, same_weights, weights
 
 CHECKPOINTS = "run/version_0/checkpoints"
 EVERY_OTHER = robust_eval({"apgd": pgd()}, every_n_epochs=2)

@@ -129,7 +129,7 @@ DATA: dict[str, tuple[Make, str]] = {
     "one image": (fit("--data.init_args.train_size=1"), "val_size must be below the 1 images"),
 }
 COMMANDS: dict[str, tuple[Make, str]] = {
-    "fit alone": (given("fit"), "say what to run: --config RECIPE"),
+    "fit alone": (given("fit"), "say what to run: --config RECIPE")
 }
 GROUPS = {
     "arguments": ARGUMENTS,

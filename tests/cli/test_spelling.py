@@ -114,10 +114,7 @@ CHECKPOINT = f"--ckpt_path={shipped_folder()}/zoo/digits_robust/checkpoints/last
     [
         (["test", ZOO], [CHECKPOINT]),
         (["test", "--trainer.max_epochs", "3", ZOO], ["--trainer.max_epochs=3", CHECKPOINT]),
-        (
-            ["audit", "--strict", ZOO, "--eps", "1/5", "--allow-import=tests"],
-            [CHECKPOINT],
-        ),
+        (["audit", "--strict", ZOO, "--eps", "1/5", "--allow-import=tests"], [CHECKPOINT]),
     ],
 )
 def test_a_checkpoint_needs_no_option(args, read):

@@ -40,18 +40,7 @@ from lightning_rob.metrics import holm, robust_accuracy
 from lightning_rob.threat import Threat
 from tests.commands.test_notify import Receiver, code_of, evaluation, forked
 from tests.schema import checked
-from tests.tiny import (
-    KEPT,
-    TinyNet,
-    arc,
-    exit_code,
-    fit,
-    images_of,
-    pgd,
-    recipe,
-    robust_eval,
-    run,
-)
+from tests.tiny import KEPT, TinyNet, arc, exit_code, fit, images_of, pgd, recipe, robust_eval, run
 
 THREAT = Threat("linf", 16 / 255)
 ATTACKS = (PGD(THREAT, 3, 8 / 255, random_start=False), ARC(THREAT, 3, 16 / 255))

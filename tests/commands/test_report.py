@@ -11,12 +11,7 @@ import torch
 
 from lightning_rob.cli import main
 from lightning_rob.commands.report.blocks import NONE, html, markdown
-from lightning_rob.commands.report.runs import (
-    Evaluations,
-    attack_result,
-    find_runs,
-    read_run,
-)
+from lightning_rob.commands.report.runs import Evaluations, attack_result, find_runs, read_run
 from lightning_rob.commands.report.sections import run_section, votes
 from lightning_rob.commands.specs import flat, inner_attacks, other_arguments, short, threat_text
 from lightning_rob.plots import heat_map, save

@@ -11,12 +11,7 @@ import pytest
 import yaml
 
 from lightning_rob.commands.tune.space import Budget, Space, replaced, value_at
-from lightning_rob.commands.tune.study import (
-    Record,
-    Search,
-    Study,
-    read_trials,
-)
+from lightning_rob.commands.tune.study import Record, Search, Study, read_trials
 from lightning_rob.runtime import spread
 from tests.forked import Forked, forked_child
 from tests.tiny import ROOT, arc, pgd, recipe, robust_eval, run
