@@ -18,7 +18,6 @@ from tests.schema import checked
 
 ROOT = Path(__file__).parent.parent
 CKPT = "run/version_0/checkpoints/last.ckpt"
-KEPT = {"class_path": "ModelCheckpoint", "init_args": {"save_last": True}}
 
 
 class TinyNet(nn.Module):
@@ -102,46 +101,46 @@ def fit_all(net: nn.Module, x: Tensor, y: Tensor, steps: int) -> nn.Module:
     return net.eval()
 
 
+def spec(kind: str, /, **options) -> dict:
+    """A class and its arguments, as recipes name them."""
+    return {"class_path": kind, "init_args": options}
+
+
+KEPT = spec("ModelCheckpoint", save_last=True)
+
+
+def adam() -> dict:
+    return spec("torch.optim.Adam", lr=0.01)
+
+
 def pgd(**options) -> dict:
     init = {"threat": {"norm": "linf", "eps": "16/255"}, "steps": 3, "step_size": "8/255"} | options
-    return {"class_path": "lightning_rob.attacks.PGD", "init_args": init}
+    return spec("lightning_rob.attacks.PGD", **init)
 
 
 def arc(**options) -> dict:
-    init = {"threat": {"norm": "linf", "eps": "16/255"}, "steps": 3, "step_size": "16/255"}
-    return {"class_path": "lightning_rob.attacks.ARC", "init_args": init | options}
+    return pgd(**{"step_size": "16/255"} | options) | {"class_path": "lightning_rob.attacks.ARC"}
 
 
 def robust_eval(attacks: dict, **options) -> dict:
-    init = {"attacks": attacks} | options
-    return {"class_path": "lightning_rob.callbacks.RobustEval", "init_args": init}
+    return spec("lightning_rob.callbacks.RobustEval", attacks=attacks, **options)
 
 
 def recipe(folder: Path, **overrides) -> Path:
     """A BAT run of two epochs per member in a second or two, written as a YAML file."""
+    where = {"save_dir": str(folder), "name": "run", "version": 0}
+    logger = spec("lightning.pytorch.loggers.TensorBoardLogger", **where)
     content = {
         "seed_everything": 0,
-        "model": {
-            "class_path": "lightning_rob.modules.BAT",
-            "init_args": {
-                "net": {"class_path": "tests.tiny.TinyNet", "init_args": {"width": 16}},
-                "attack": pgd(),
-                "epochs": 2,
-                "probs": [0.9, 0.1],
-                "optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}},
-            },
-        },
-        "data": {"class_path": "tests.tiny.Blobs", "init_args": {}},
+        "model": spec(
+            "lightning_rob.modules.BAT",
+            **{"net": spec("tests.tiny.TinyNet", width=16), "attack": pgd(), "optimizer": adam()},
+            **{"epochs": 2, "probs": [0.9, 0.1]},
+        ),
+        "data": spec("tests.tiny.Blobs"),
         "trainer": {
-            "accelerator": "cpu",
-            "max_epochs": 4,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "log_every_n_steps": 1,
-            "logger": {
-                "class_path": "lightning.pytorch.loggers.TensorBoardLogger",
-                "init_args": {"save_dir": str(folder), "name": "run", "version": 0},
-            },
+            **{"accelerator": "cpu", "max_epochs": 4, "log_every_n_steps": 1, "logger": logger},
+            **dict.fromkeys(("enable_progress_bar", "enable_model_summary"), False),
             "callbacks+": [robust_eval({"apgd": pgd(), "arc": arc()})],
         },
     }
@@ -173,9 +172,10 @@ def refused(capsys, *args: str) -> str:
     """The line of error with which a command ends, its only one."""
     capsys.readouterr()
     assert exit_code(*args) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    text = capsys.readouterr().err
+    (line,) = [line for line in text.splitlines() if "error:" in line]
     assert line.startswith("lightning-rob: error: ")
-    assert len(line) < 500
+    assert len(line) < 500 and "Traceback" not in text
     return line
 
 
@@ -200,16 +200,27 @@ def images_of(data: ImageData, part: str = "test") -> tuple[Tensor, Tensor]:
     return torch.stack([s[0] for s in samples]), torch.tensor([s[1] for s in samples])
 
 
-def shell(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own."""
-    command = [sys.executable, "-m", "lightning_rob", *map(str, args)]
+def python(*args: str, cwd: Path = ROOT, **env: str) -> str:
+    """What an interpreter of its own prints, which ends well."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | env
-    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    command = [sys.executable, *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def shell(*args: str) -> None:
+    """The command in a process of its own."""
+    python("-m", "lightning_rob", *args)
+
+
+def lines_of(file: Path) -> list[dict]:
+    """The records in a file, which follow the schema."""
+    return list(map(checked, file.read_text().splitlines()))
 
 
 def records(folder: Path) -> list[dict]:
-    lines = (folder / "run/version_0/robust.jsonl").read_text().splitlines()
-    return list(map(checked, lines))
+    return lines_of(folder / "run/version_0/robust.jsonl")
 
 
 def weights(path: Path) -> dict[str, Tensor]:

@@ -1,25 +1,18 @@
 """Robust figures choose checkpoints and stop training in the epochs in which they are new."""
 
+from contextlib import redirect_stdout
+from io import StringIO
+
 import pytest
 import torch
 
 from tests.schema import checked
-from tests.tiny import pgd, recipe, records, robust_eval, run, same_weights, weights
+from tests.tiny import adam, pgd, recipe, records, robust_eval, run, same_weights, spec, weights
 
 CHECKPOINTS = "run/version_0/checkpoints"
 EVERY_OTHER = robust_eval({"apgd": pgd()}, every_n_epochs=2)
-PLAIN_MODEL = {
-    "class_path": "AdversarialTraining",
-    "init_args": {
-        "net": {"class_path": "tests.tiny.TinyNet"},
-        "attack": pgd(random_start=True),
-        "optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}},
-    },
-}
-
-
-def callback(name, **options):
-    return {"class_path": name, "init_args": options}
+PARTS = {"net": spec("tests.tiny.TinyNet"), "attack": pgd(random_start=True), "optimizer": adam()}
+PLAIN_MODEL = spec("AdversarialTraining", **PARTS)
 
 
 def fit(folder, *callbacks, resume=None, evaluation=EVERY_OTHER, **overrides):
@@ -42,15 +35,18 @@ def state(path, name):
 
 
 WATCHED = [
-    callback("RobustCheckpoint", save_top_k=-1, save_last=True),
-    callback("RobustEarlyStopping", patience=4, min_delta=0.001),
+    spec("RobustCheckpoint", save_top_k=-1, save_last=True),
+    spec("RobustEarlyStopping", patience=4, min_delta=0.001),
 ]
 
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
+    """The folder of a run; what it printed is in `printed`."""
     folder = tmp_path_factory.mktemp("kept")
-    fit(folder, *WATCHED)
+    with redirect_stdout(StringIO()) as out:
+        fit(folder, *WATCHED)
+    (folder / "printed").write_text(out.getvalue())
     return folder
 
 
@@ -68,7 +64,7 @@ def test_a_checkpoint_is_of_an_epoch_that_was_measured(kept):
 def test_worst_of_a_cheap_attack_alone_keeps_no_checkpoint(tmp_path):
     """One step in each epoch, beside an attack in every other one."""
     quick = robust_eval({"quick": pgd(steps=1)})
-    checkpoint = callback("RobustCheckpoint", save_top_k=-1)
+    checkpoint = spec("RobustCheckpoint", save_top_k=-1)
     folder = fit(tmp_path, quick, checkpoint, trainer__max_epochs=4)
     assert [r["epoch"] for r in records(tmp_path) if r["name"] == "quick"] == [*range(4)]
     assert list(worst(tmp_path)) == [*range(4)]
@@ -76,8 +72,8 @@ def test_worst_of_a_cheap_attack_alone_keeps_no_checkpoint(tmp_path):
 
 
 def test_patience_counts_epochs_that_were_measured(tmp_path):
-    stopping = callback("RobustEarlyStopping", patience=2, min_delta=2.0)
-    folder = fit(tmp_path, stopping, callback("ModelCheckpoint", save_last=True))
+    stopping = spec("RobustEarlyStopping", patience=2, min_delta=2.0)
+    folder = fit(tmp_path, stopping, spec("ModelCheckpoint", save_last=True))
     assert torch.load(folder / "last.ckpt", weights_only=True)["epoch"] == 5
 
 
@@ -113,18 +109,17 @@ BAD = {
 def test_a_figure_that_never_comes(case, tmp_path, capsys):
     options, evaluation, message = BAD[case]
     with pytest.raises(SystemExit) as exit_:
-        fit(tmp_path, callback("RobustCheckpoint", **options), evaluation=evaluation)
+        fit(tmp_path, spec("RobustCheckpoint", **options), evaluation=evaluation)
     assert exit_.value.code == 2
     assert message in capsys.readouterr().err
 
 
-def test_the_fit_ends_with_a_verdict_on_robust_overfitting(tmp_path, capsys):
-    fit(tmp_path, WATCHED[0])
-    folder = tmp_path / "run/version_0"
-    found = checked((folder / "overfitting.jsonl").read_text())
-    figures = worst(tmp_path)
+def test_the_fit_ends_with_a_verdict_on_robust_overfitting(kept):
+    found = checked((kept / "run/version_0/overfitting.jsonl").read_text())
+    figures = worst(kept)
     assert (found["last"], found["images"]) == (5, 32)
     assert {*found["best"]} <= {*figures}
-    line = next(x for x in capsys.readouterr().out.splitlines() if "robust overfitting" in x)
+    shown = (kept / "printed").read_text().splitlines()
+    line = next(x for x in shown if "robust overfitting" in x)
     assert line.startswith("val/robust/worst: no robust overfitting")
     assert f"Kept: epoch={max(figures, key=figures.get)}-" in line

@@ -10,7 +10,7 @@ from lightning_rob.threat import Threat
 from tests.callbacks.test_any_module import trainer
 from tests.callbacks.test_cross_eval import ensemble, images_of, module_of
 from tests.schema import checked
-from tests.tiny import Blobs, pgd, recipe, run
+from tests.tiny import Blobs, pgd, recipe, run, spec
 
 __all__ = ["ensemble"]
 
@@ -69,14 +69,10 @@ def test_members_of_probability_0_are_ignored(ensemble):
     assert callback.counts["fooled"] == int((after & ~end).sum())
 
 
-def plain(folder, **init):
-    callback = {"class_path": "lightning_rob.callbacks.Gallery", "init_args": init}
-    return recipe(folder, **{"trainer__callbacks+": [callback], "model__init_args__monitor": None})
-
-
 def test_nothing_to_show_is_said_and_not_drawn(tmp_path, capsys):
-    file = plain(tmp_path, weak=pgd(random_start=False), strong=pgd(random_start=False))
-    run("test", "--config", file)
+    plain = pgd(random_start=False)
+    callbacks = [spec("lightning_rob.callbacks.Gallery", weak=plain, strong=plain)]
+    run("test", "--config", recipe(tmp_path, **{"trainer__callbacks+": callbacks}))
     folder = tmp_path / "run/version_0"
     record = checked((folder / "gallery.jsonl").read_text())
     assert record["fooled"] == 0

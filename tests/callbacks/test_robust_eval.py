@@ -1,7 +1,5 @@
 """The callback: what it logs, when, and on which images."""
 
-import json
-
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
@@ -18,7 +16,7 @@ from lightning_rob.rules import mean_probs
 from lightning_rob.threat import Threat
 from tests.callbacks.test_any_module import trainer
 from tests.counting import Shared
-from tests.tiny import Blobs, TinyNet, pgd, recipe, records, robust_eval, run
+from tests.tiny import Blobs, TinyNet, images_of, lines_of, pgd, recipe, records, robust_eval, run
 
 THREAT = Threat("linf", 16 / 255)
 ATTACK = PGD(THREAT, steps=2, step_size=8 / 255)
@@ -33,8 +31,7 @@ def test_robust_accuracy_is_that_of_the_attack_by_hand():
     run = trainer(RobustEval({"pgd": attack}), max_epochs=3)
     run.fit(module, data)
     logged = run.test(module, data, verbose=False)[0]
-    x = torch.stack([data.parts["test"][i][0] for i in range(50)])
-    y = torch.tensor([data.parts["test"][i][1] for i in range(50)])
+    x, y = images_of(data)
     module.defense.eval()
     right = module.defense(attack(module.defense, x, y)).argmax(1) == y
     assert logged["test/robust/pgd"] == pytest.approx(right.float().mean().item())
@@ -108,8 +105,7 @@ def test_what_is_raised_after_the_attacks_takes_no_record(tmp_path):
     with pytest.raises(ArithmeticError):
         run.test(AdversarialTraining(TinyNet), Blobs(), verbose=False)
     (record,) = tmp_path.rglob("robust.jsonl")
-    names = [json.loads(line)["name"] for line in record.read_text().splitlines()]
-    assert names == ["clean", "a", "worst"]
+    assert [line["name"] for line in lines_of(record)] == ["clean", "a", "worst"]
 
 
 def test_worst_is_the_minimum_per_image_over_all_callbacks(tmp_path):

@@ -17,7 +17,7 @@ from lightning_rob.threat import Threat
 from tests.attacks.common import NonFinite
 from tests.callbacks.test_cross_eval import study as evaluated
 from tests.schema import checked
-from tests.tiny import Blobs, TinyNet
+from tests.tiny import TinyNet, blobs
 
 NAMES = ["clean", "rotate_90", "flip_both"]
 THREAT = Threat("linf", 0.1)
@@ -47,18 +47,13 @@ def test_each_rule_has_the_accuracy_of_the_ensemble_under_that_rule(ensemble):
     logged, (votes,) = study(ensemble, VotingRuleEval({"pgd": WEAK}))
     found = figures(votes)
     assert set(found) == {(name, "all", rule) for name in ("clean", "pgd") for rule in VOTING_RULES}
-    x, y = images()
+    x, y = blobs(False)
     for name, seen in (("clean", x), ("pgd", WEAK(ensemble, x, y))):
         for rule_name, rule in VOTING_RULES.items():
             predicted = rule(ensemble.logits(seen), ensemble.weights)
             expected = predicted.gather(1, y[:, None]).mean().item()
             assert found[name, "all", rule_name] == pytest.approx(expected, abs=1e-6)
             assert logged[f"test/votes/{name}/{rule_name}"] == pytest.approx(expected, abs=1e-6)
-
-
-def images():
-    x, y = zip(*Blobs().source(train=False), strict=True)
-    return torch.stack(x), torch.tensor(y)
 
 
 def test_members_vote_once_whatever_the_number_of_rules_and_ensembles(ensemble):
@@ -105,7 +100,7 @@ def test_draws_are_averaged_and_have_an_interval():
     ],
 )
 def test_the_attacker_knows_some_of_the_members_only(ensemble, attacked, place, ensembles, voters):
-    x, y = images()
+    x, y = blobs(False)
     callback = VotingRuleEval({"pgd": WEAK}, attacked=attacked, ensembles=ensembles)
     study(ensemble, callback)
     x_adv = WEAK(ensemble.part([place]), x, y)

@@ -73,31 +73,27 @@ subprocess.run([sys.executable, "-c", {child!r}], env=os.environ | {{"LOCAL_RANK
         time.sleep(0.05)
 
 
-def started(*commands):
-    return [subprocess.Popen([sys.executable, "-c", command]) for command in commands]
+SLEEP, ENDED = "import time; time.sleep(300)", "process 2 of the run ended with exit code 3"
 
 
-def test_launched_processes_end_with_the_run():
-    children = started("import time; time.sleep(300)")
+@pytest.mark.parametrize(
+    ("commands", "limit", "fails", "message"),
+    [
+        ([SLEEP], None, True, "on purpose"),
+        (["pass", "raise SystemExit(3)"], None, False, ENDED),
+        ([SLEEP], 0.2, False, r"process 1 is not through 0\.2 s after"),
+    ],
+)
+def test_launched_processes_end_with_the_run(commands, limit, fails, message):
+    children = [subprocess.Popen([sys.executable, "-c", command]) for command in commands]
     with (
-        pytest.raises(RuntimeError, match="on purpose"),
-        supervised_processes(lambda: children, lambda: None),
+        pytest.raises(RuntimeError if fails else Fault, match=message),
+        supervised_processes(lambda: children, lambda: limit),
     ):
-        raise RuntimeError("on purpose")
-    assert children[0].wait(30) == -signal.SIGKILL
-    children = started("pass", "raise SystemExit(3)")
-    with (
-        pytest.raises(Fault, match="process 2 of the run ended with exit code 3"),
-        supervised_processes(lambda: children, lambda: None),
-    ):
-        pass
-    children = started("import time; time.sleep(300)")
-    with (
-        pytest.raises(Fault, match=r"process 1 is not through 0\.2 s after"),
-        supervised_processes(lambda: children, lambda: 0.2),
-    ):
-        pass
-    assert children[0].wait(30) == -signal.SIGKILL
+        if fails:
+            raise RuntimeError("on purpose")
+    codes = [child.wait(30) for child in children]
+    assert codes == ([-signal.SIGKILL] if commands == [SLEEP] else [0, 3])
 
 
 def test_a_disk_that_takes_no_more(whole, tmp_path, capsys):

@@ -1,11 +1,10 @@
 """Checkpoints and plug-ins from Python, and the command line on anybody's module and data."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 
 import lightning_rob
@@ -16,7 +15,7 @@ from lightning_rob.recipes.environment import VARIABLE, callbacks
 from lightning_rob.recipes.trust import VARIABLE as ALLOWED
 from lightning_rob.runtime.errors import InputError
 from tests.callbacks.test_any_module import DATA, Classifier
-from tests.tiny import TinyNet, recipe, refused
+from tests.tiny import TinyNet, lines_of, quiet_trainer, recipe, refused
 
 
 class OwnImages(LightningDataModule):
@@ -25,11 +24,7 @@ class OwnImages(LightningDataModule):
     def train_dataloader(self):
         return DataLoader(DATA, 20)
 
-    def val_dataloader(self):
-        return DataLoader(DATA, 20)
-
-    def test_dataloader(self):
-        return DataLoader(DATA, 20)
+    val_dataloader = test_dataloader = train_dataloader
 
 
 HERE = "tests.cli.test_load"
@@ -110,7 +105,7 @@ def test_commands_on_a_module_of_others(foreign, tmp_path, monkeypatch, capsys):
     x = DATA[:4][0]
     expected = lightning_rob.load(checkpoint_of(foreign), ["tests"])(x)
     assert torch.equal(program(x), expected)
-    monitored = [json.loads(line) for line in Path("m/monitor.jsonl").read_text().splitlines()]
+    monitored = lines_of(Path("m/monitor.jsonl"))
     assert {"clean", "pgd"} <= {event.get("name") for event in monitored}
     line = refused(capsys, "predict", checkpoint, "--allow-import=tests")
     assert "predict is for modules of lightning_rob.modules" in line
@@ -132,8 +127,8 @@ def test_commands_take_the_preprocessing_of_the_plug_in(foreign, tmp_path, monke
     main(["sweep", checkpoint, *plug, "--over=eps", "--values=8/255", "--out=sweep"])
     main(["monitor", str(foreign), "--once", "--suite=pgd", *plug[::2], "--out=m"])
     for file in ("sweep/sweep.jsonl", "m/monitor.jsonl"):
-        lines = [json.loads(line) for line in Path(file).read_text().splitlines()]
-        (found,) = {line["accuracy"] for line in lines if line.get("name") == "clean"}
+        named = (line for line in lines_of(Path(file)) if line.get("name") == "clean")
+        (found,) = {line["accuracy"] for line in named}
         assert found == pytest.approx(clean.accuracy("clean"))
 
 
@@ -150,8 +145,7 @@ def test_any_trainer_takes_plug_ins_from_the_environment(monkeypatch):
     assert callbacks() == []
     monkeypatch.setenv(VARIABLE, "pgd, arc")
     assert [list(c.attacks) for c in callbacks()] == [["pgd"], ["arc"]]
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    names = Trainer(accelerator="cpu", **quiet).callbacks
-    if any(isinstance(c, RobustEval) for c in names):  # installed with this entry point
-        (logged,) = Trainer(accelerator="cpu", **quiet).test(Classifier(), DataLoader(DATA, 20))
+    run = quiet_trainer()
+    if any(isinstance(c, RobustEval) for c in run.callbacks):  # installed with this entry point
+        (logged,) = run.test(Classifier(), DataLoader(DATA, 20))
         assert "test/robust/arc" in logged

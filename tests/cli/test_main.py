@@ -1,10 +1,10 @@
 """The command line as a user meets it."""
 
+import json
 import re
 
 import pytest
 import torch
-import yaml
 from lightning.pytorch import Trainer
 
 from lightning_rob.cli.options import read_command_line
@@ -13,12 +13,14 @@ from tests.tiny import (
     arc,
     exit_code,
     fit,
+    lines_of,
     pgd,
     recipe,
     records,
     robust_eval,
     run,
     same_weights,
+    spec,
     weights,
 )
 
@@ -46,19 +48,11 @@ def test_fit_logs_every_epoch_and_test_comes_last(trained):
 def test_the_checkpoint_alone_rebuilds_the_ensemble(trained, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     after_fit = [r for r in records(trained) if r["stage"] == "test"]
-    callback = yaml.safe_dump(robust_eval({"apgd": pgd(), "arc": arc()}), default_flow_style=True)
-    plugin = f"--trainer.callbacks+={callback}"
-    run(
-        "test",
-        "--ckpt_path",
-        trained / CKPT,
-        plugin,
-        "--trainer.logger=true",
-        "--trainer.accelerator=cpu",
-    )
-    again = next(tmp_path.rglob("robust.jsonl")).read_text().splitlines()
-    accuracies = [yaml.safe_load(line)["accuracy"] for line in again]
-    assert accuracies == [r["accuracy"] for r in after_fit]
+    plugin = f"--trainer.callbacks+={json.dumps(robust_eval({'apgd': pgd(), 'arc': arc()}))}"
+    options = (plugin, "--trainer.logger=true", "--trainer.accelerator=cpu")
+    run("test", "--ckpt_path", trained / CKPT, *options)
+    again = lines_of(next(tmp_path.rglob("robust.jsonl")))
+    assert [r["accuracy"] for r in again] == [r["accuracy"] for r in after_fit]
     assert "worst" in capsys.readouterr().out
 
 
@@ -67,7 +61,7 @@ def test_the_best_checkpoint_is_tested_if_a_metric_chooses_it(tmp_path, monkeypa
     tested = []
     monkeypatch.setattr(Trainer, "test", lambda *_, ckpt_path, **__: tested.append(ckpt_path))
     kept = {"monitor": "val/acc", "mode": "min", "save_last": True, "filename": "lowest"}
-    checkpoint = {"class_path": "ModelCheckpoint", "init_args": kept}
+    checkpoint = spec("ModelCheckpoint", **kept)
     fit(tmp_path, "--test_after_fit=true", **{"trainer__callbacks+": [checkpoint]})
     assert tested == [str(tmp_path / CKPT).replace("last", "lowest")]
 

@@ -1,7 +1,5 @@
 """Recipes and plug-ins are found by short name; suites list other plug-ins."""
 
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from lightning_rob.recipes.plugins import expand
 from lightning_rob.recipes.safe_yaml import parse_fractions
 from lightning_rob.recipes.shipped import find, find_recipe
 from lightning_rob.runtime.errors import InputError
-from tests.tiny import ROOT, arc, pgd
+from tests.tiny import ROOT, arc, pgd, python
 from tests.tiny import robust_eval as with_fractions
 
 
@@ -140,6 +138,4 @@ for path in sys.argv[1:]:
 def test_plug_ins_are_read_by_any_lightning_cli():
     """Their names and fractions, in a process that has not imported this package."""
     files = [str(path) for path in sorted((ROOT / "callbacks").glob("[ap]*.yaml"))]
-    done = subprocess.run([sys.executable, "-c", PLAIN, *files], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout == "linf 8/255 True\n"
+    assert python("-c", PLAIN, *files) == "linf 8/255 True\n"

@@ -1,9 +1,6 @@
 """Misspelt names end a command with one line that has the nearest name, options at once."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
@@ -13,7 +10,7 @@ from lightning_rob.cli.spelling import check_class
 from lightning_rob.recipes.plugins import expand
 from lightning_rob.recipes.shipped import shipped_folder
 from lightning_rob.recipes.trust import VARIABLE
-from tests.tiny import ROOT, run
+from tests.tiny import python, refused
 
 DEMO = ["fit", "--config", "demo"]
 ZOO = "zoo:digits_robust"
@@ -72,12 +69,7 @@ def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("misspelt")
     (folder / "KEY.yaml").write_text("trianer: {max_epochs: 3}\n")
     args = json.dumps([args for args, _ in MISSPELT])
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{RUN_ALL}"
-    command = [sys.executable, "-c", code, args]
-    strict = {k: v for k, v in os.environ.items() if k != VARIABLE}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=strict)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(python("-c", RUN_ALL, args, cwd=folder, **{VARIABLE: ""}))
 
 
 @pytest.mark.parametrize("case", range(len(MISSPELT)))
@@ -89,14 +81,9 @@ def test_a_misspelt_name_is_refused_within_a_second(found, case):
     assert not torch
 
 
-@pytest.mark.parametrize("case", range(len(NESTED)))
-def test_a_misspelt_class_or_argument_is_named(case, capsys):
-    args, wanted = NESTED[case]
-    with pytest.raises(SystemExit) as ended:
-        run(*args)
-    assert ended.value.code == 2
-    (error,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
-    assert wanted in error
+@pytest.mark.parametrize(("args", "wanted"), NESTED)
+def test_a_misspelt_class_or_argument_is_named(args, wanted, capsys):
+    assert wanted in refused(capsys, *args)
 
 
 def test_no_plug_in_is_taken_for_a_misspelt_one():

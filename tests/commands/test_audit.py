@@ -1,6 +1,5 @@
 """The audit as a callback and as a command."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -11,13 +10,25 @@ from lightning_rob.commands.audit import AuditConfig, audited_threat
 from lightning_rob.threat import Threat
 from tests.schema import checked
 from tests.test_ddp import TWO
-from tests.tiny import exit_code, fit, pgd, recipe, robust_eval, run, same_weights, shell, weights
+from tests.tiny import (
+    exit_code,
+    fit,
+    pgd,
+    recipe,
+    records,
+    robust_eval,
+    run,
+    same_weights,
+    shell,
+    spec,
+    weights,
+)
 
 
 def audited(**options):
     small = {"steps": 3, "queries": 20, "max_images": 20}
     small["threat"] = {"norm": "linf", "eps": "40/255"}
-    return {"class_path": "RobustAudit", "init_args": small | options}
+    return spec("RobustAudit", **small | options)
 
 
 def test_the_callback_writes_what_it_found(trained, tmp_path, capsys):
@@ -25,8 +36,7 @@ def test_the_callback_writes_what_it_found(trained, tmp_path, capsys):
     file = recipe(tmp_path, **{"trainer__callbacks+": callbacks})
     run("test", "--config", file, "--ckpt_path", trained)
     record = checked((tmp_path / "run/version_0/audit.json").read_text())
-    lines = (tmp_path / "run/version_0/robust.jsonl").read_text().splitlines()
-    powers = {row["name"]: row.get("power") for row in map(checked, lines)}
+    powers = {row["name"]: row.get("power") for row in records(tmp_path)}
     assert powers["apgd"]["images"] + powers["apgd"]["left_out"] == 5
     assert powers["clean"] is None
     accuracy = {row["name"]: row["accuracy"] for row in record["attacks"]}
@@ -71,14 +81,11 @@ def test_the_command(trained, tmp_path, monkeypatch, capsys):
 
 def test_strict_ends_with_code_1_where_the_defense_is_broken(trained, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    net = {"class_path": "tests.audit.planted.Rounding", "init_args": {"width": 16}}
+    net = spec("tests.audit.planted.Rounding", width=16)
     file = recipe(tmp_path, **{"model__init_args__net": net, "trainer__callbacks+": []})
     args = ["audit", "--config", file, "--ckpt_path", trained]
     args += ["--images", "8", "--steps", "1", "--queries", "1"]
-    run(*args)
-    with pytest.raises(SystemExit) as end:
-        run(*args, "--strict")
-    assert end.value.code == 1
+    assert [exit_code(*args, *more) for more in ([], ["--strict"])] == [0, 1]
     record = checked((tmp_path / "run/version_0/audit.json").read_text())
     severe = {f["name"] for f in record["findings"] if f["severity"] == "severe"}
     assert {"zero_gradients", "steps_inside"} <= severe
@@ -121,12 +128,10 @@ def test_two_processes_find_the_same(trained, tmp_path):
     found = []
     for name, args in {"one": [], "two": TWO}.items():
         (tmp_path / name).mkdir()
-        data = {"class_path": "tests.tiny.Blobs", "init_args": {"test_size": 33}}
         callbacks = {"trainer__callbacks+": [audited(queries=1, max_images=None)]}
-        file = recipe(tmp_path / name, data=data, **callbacks)
-        done = shell("test", "--config", file, "--ckpt_path", trained, *args)
-        assert done.returncode == 0, done.stderr
-        record = json.loads((tmp_path / name / "run/version_0/audit.json").read_text())
+        file = recipe(tmp_path / name, **callbacks)
+        shell("test", "--config", file, "--ckpt_path", trained, *args)
+        record = checked((tmp_path / name / "run/version_0/audit.json").read_text())
         assert {r["n"] for r in record["attacks"]} == {33}
         rows = {r["name"]: r["accuracy"] for r in record["attacks"] if r["name"] != "square"}
         findings = {f["name"]: f for f in record["findings"] if f["name"] != "black_box"}
