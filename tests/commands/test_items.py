@@ -26,7 +26,7 @@ from lightning_rob.nets.weights import read_file
 from lightning_rob.runtime.errors import InputError, visible
 from lightning_rob.threat import Threat
 from tests.cli.hostile import CANARY, evil
-from tests.tiny import pgd, robust_eval, run
+from tests.tiny import exit_code, lines_of, pgd, robust_eval, spec
 
 CALLS = []
 
@@ -55,9 +55,8 @@ def test_odd_names_are_escaped_everywhere(content, tmp_path, monkeypatch, capfd)
     suite = tmp_path / "suite.yaml"
     suite.write_text(yaml.safe_dump(robust_eval({"pgd": pgd(random_start=False)})))
     options = ("--once", "--suite", suite, "--trainer.accelerator=cpu", "--every=0.1")
-    with pytest.raises(SystemExit):
-        run("monitor", tmp_path, *options)
-    events = list(map(json.loads, (tmp_path / "monitor.jsonl").read_text().splitlines()))
+    assert exit_code("monitor", tmp_path, *options) == 1
+    events = lines_of(tmp_path / "monitor.jsonl")
     for kind, prefix in (("evaluated", ""), ("broken", "x")):
         found = {event["checkpoint"] for event in events if event.get("event") == kind}
         assert found == {f"checkpoints/{prefix}{visible(os.fsdecode(name))}" for name in NAMES}
@@ -161,18 +160,14 @@ def test_a_value_of_a_sweep_that_fails_is_named_and_the_others_are_measured(
 ):
     monkeypatch.chdir(tmp_path)
     saved(content, tmp_path / "a.ckpt", 1)
-    fails = {"class_path": f"{__name__}.FailsAt", "init_args": {"number": 2}}
-    plugged = [fails, robust_eval({"pgd": pgd(random_start=False)})]
+    plugged = [spec(f"{__name__}.FailsAt", number=2), robust_eval({"pgd": pgd(random_start=False)})]
     callbacks = [f"--trainer.callbacks+={json.dumps(one)}" for one in plugged]
     options = ("--over=eps", "--values=1/255,2/255,4/255", "--out=swept", *callbacks)
-    with pytest.raises(SystemExit) as stop:
-        run("sweep", "--ckpt_path=a.ckpt", "--trainer.accelerator=cpu", *options)
-    assert stop.value.code == 1
+    assert exit_code("sweep", "--ckpt_path=a.ckpt", "--trainer.accelerator=cpu", *options) == 1
     out, err = capsys.readouterr()
     assert "[2/3] eps 2/255: failed, LookupError: odd" in out
     assert "1 of 3 values failed, 2/255: LookupError: odd" in err
-    found = list(map(json.loads, Path("swept/sweep.jsonl").read_text().splitlines()))
-    assert len({line["value"] for line in found}) == 2
+    assert len({line["value"] for line in lines_of(Path("swept/sweep.jsonl"))}) == 2
 
 
 def test_the_attack_that_fails_is_named():

@@ -39,8 +39,18 @@ from lightning_rob.commands.report import report
 from lightning_rob.metrics import holm, robust_accuracy
 from lightning_rob.threat import Threat
 from tests.commands.test_notify import Receiver, code_of, evaluation, forked
-from tests.schema import checked
-from tests.tiny import KEPT, TinyNet, arc, exit_code, fit, images_of, pgd, recipe, robust_eval, run
+from tests.tiny import (
+    TinyNet,
+    arc,
+    exit_code,
+    fit,
+    images_of,
+    lines_of,
+    pgd,
+    robust_eval,
+    run,
+    spec,
+)
 
 THREAT = Threat("linf", 16 / 255)
 ATTACKS = (PGD(THREAT, 3, 8 / 255, random_start=False), ARC(THREAT, 3, 16 / 255))
@@ -52,9 +62,7 @@ def trained(tmp_path_factory):
     """Four epochs, a checkpoint of each, and last.ckpt, which has the weights of the fourth."""
     torch.set_num_threads(1)  # a forked process hangs in a pool of threads that it has not
     top = tmp_path_factory.mktemp("trained")
-    kept = {"class_path": "ModelCheckpoint", "init_args": {"save_top_k": -1, "save_last": True}}
-    options = {"model__init_args__monitor": None, "trainer__callbacks+": [kept]}
-    run("fit", "--config", recipe(top, **options))
+    fit(top, **{"trainer__callbacks+": [spec("ModelCheckpoint", save_top_k=-1, save_last=True)]})
     suite = [robust_eval({"apgd": pgd(random_start=False)}), robust_eval({"arc": arc()})]
     for i, callback in enumerate(suite):
         (top / f"suite{i}.yaml").write_text(yaml.safe_dump(callback))
@@ -86,7 +94,7 @@ def monitor(trained, watched, *args, suites=2) -> int:
 
 
 def lines(watched) -> list[dict]:
-    return list(map(checked, (watched / "monitor.jsonl").read_text().splitlines()))
+    return lines_of(watched / "monitor.jsonl")
 
 
 def events(watched, kind) -> list[dict]:
@@ -117,14 +125,17 @@ def swapped(key, value):
     return value[[1, 0, 2, 3]] if "last" in key else value
 
 
+def built(file, checkpoint):
+    """The defense of a checkpoint and the test images, without a command."""
+    made = RobustCLI([f"--config={file}", "--trainer.logger=false"], run=False)
+    load_weights(made.model, read_checkpoint(str(checkpoint)))
+    made.datamodule.setup("test")
+    return made.model.defense.eval(), *images_of(made.datamodule)
+
+
 def by_hand(trained, path) -> dict[str, torch.Tensor]:
     """Each image's scores, by direct calls."""
-    file = str(trained / "recipe.yaml")
-    built = RobustCLI(["--config", file, "--trainer.logger=false"], run=False)
-    load_weights(built.model, read_checkpoint(str(path)))
-    built.datamodule.setup("test")
-    x, y = images_of(built.datamodule)
-    defense = built.model.defense.eval()
+    defense, x, y = built(trained / "recipe.yaml", path)
     perturbed = {"clean": x, "apgd": ATTACKS[0](defense, x, y), "arc": ATTACKS[1](defense, x, y)}
     scores = {k: robust_accuracy(defense(v).detach(), y) for k, v in perturbed.items()}
     return scores | {"worst": torch.stack([*scores.values()]).amin(0)}
@@ -157,10 +168,8 @@ def test_figures_and_images_are_those_of_direct_calls(trained, judged):
         assert line["n"] == 33
     robust = [hand["worst"] >= 0.5 for hand in hands]
     for i, event in enumerate(events(watched, "evaluated")[1:], start=1):
-        before, after = robust[i - 1], robust[i]
-        lost, won = (
-            (a & ~b).nonzero()[:, 0].tolist() for a, b in ((before, after), (after, before))
-        )
+        both = robust[i - 1 : i + 1]
+        lost, won = ((a & ~b).nonzero()[:, 0].tolist() for a, b in (both, both[::-1]))
         assert event["change"]["since"] == f"checkpoints/{evaluated(watched)[i - 1]}"
         assert event["change"]["newly_vulnerable"] == lost
         assert event["change"]["won_back"] == won
@@ -297,14 +306,9 @@ def test_weights_and_model_count_and_nothing_is_evaluated_twice(trained, watched
 
 def noisy(alpha):
     """Puts uniform noise before the net of a recipe."""
-    transforms = {"UniformNoise": {"alpha": alpha}}
-    init = {"size": 1, "draws": 3, "transforms": transforms}
-    defense = "lightning_rob.defenses.RandomTransforms"
-
-    def change(model):
-        model["defense"] = {"class_path": defense, "init_args": init}
-
-    return change
+    init = {"size": 1, "draws": 3, "transforms": {"UniformNoise": {"alpha": alpha}}}
+    defense = spec("lightning_rob.defenses.RandomTransforms", **init)
+    return lambda model: model.update(defense=defense)
 
 
 def test_each_checkpoint_is_evaluated_by_the_model_of_its_own_recipe(
@@ -312,14 +316,11 @@ def test_each_checkpoint_is_evaluated_by_the_model_of_its_own_recipe(
 ):
     """As `test` evaluates it; the same weights with another recipe are another checkpoint."""
     monkeypatch.chdir(tmp_path)
-    net = {"class_path": "tests.tiny.TinyNet", "init_args": {"width": 16}}
-    init = {"net": net, "attack": pgd(random_start=False)}
+    init = {"net": spec("tests.tiny.TinyNet", width=16), "attack": pgd(random_start=False)}
     noisy(0.01)(init)
-    module = {"class_path": "lightning_rob.modules.AdversarialTraining", "init_args": init}
-    options = {"trainer__max_epochs": 2, "trainer__callbacks+": [KEPT]}
-    run("fit", "--config", recipe(tmp_path, model=module, **options))
+    module = spec("lightning_rob.modules.AdversarialTraining", **init)
     place = watched / "checkpoints"
-    shutil.copy(watched.parent / "run/version_0/checkpoints/last.ckpt", place / "a.ckpt")
+    shutil.copy(fit(tmp_path, model=module, trainer__max_epochs=2), place / "a.ckpt")
     rewritten(place / "a.ckpt", place / "b.ckpt", noisy(1.0))
     assert watch(trained, watched) == 0
     assert evaluated(watched) == ["a.ckpt", "b.ckpt"]
@@ -328,7 +329,7 @@ def test_each_checkpoint_is_evaluated_by_the_model_of_its_own_recipe(
         shutil.rmtree("logs", ignore_errors=True)
         plugged = f"--trainer.callbacks+={trained}/suite0.yaml"
         run("test", "--ckpt_path", place / name, plugged, "--trainer.accelerator=cpu")
-        tested = map(json.loads, Path("logs/version_0/robust.jsonl").read_text().splitlines())
+        tested = lines_of(Path("logs/version_0/robust.jsonl"))
         wanted = {line["name"]: line["accuracy"] for line in tested}
         told = {line["name"]: line["accuracy"] for line in found[2 * i : 2 * i + 2]}
         assert told == pytest.approx({key: wanted[key] for key in told}, abs=1e-6)
@@ -344,10 +345,8 @@ def test_alarms_and_exit_codes(trained, watched, put, capsys):
     (event,) = events(watched, "evaluated")
     (worst,) = (line["accuracy"] for line in lines(watched) if line.get("name") == "worst")
     assert event["alarm"] == [f"robust/worst is {worst:.2%}, below 99.9%"]
-    assert (
-        f"lightning-rob: alarm: {event['checkpoint']}: {event['alarm'][0]}"
-        in capsys.readouterr().err
-    )
+    said = f"lightning-rob: alarm: {event['checkpoint']}: {event['alarm'][0]}"
+    assert said in capsys.readouterr().err
     # There is nothing new, and yet the last accuracies are judged by the options of today.
     for asked, code in (("", 0), ("--alarm=robust/apgd=0.999", 1), ("--alarm=robust/apgd=0.01", 0)):
         assert watch(trained, watched, *filter(None, [asked])) == code
@@ -592,12 +591,10 @@ def test_a_suite_of_its_own_is_within_the_threat_of_the_training(tmp_path, kind)
     threat = {"norm": "l2", "eps": 0.7}
     own = {"threat": threat, "replays": 2} if kind == "FreeTraining" else {}
     own = own or {"attack": [pgd(threat=threat), pgd()]}
-    net = {"class_path": "tests.tiny.TinyNet"}
-    model = {"class_path": kind, "init_args": {"net": net, **own}}
-    fit(tmp_path, model=model, trainer__max_epochs=1)
-    folder = tmp_path / "run/version_0"
-    run("monitor", folder, "--once", "--trainer.accelerator=cpu", "--data.test_size=8",
-        "--trainer.logger=false")  # fmt: skip
+    model = spec(kind, net=spec("tests.tiny.TinyNet"), **own)
+    folder = fit(tmp_path, model=model, trainer__max_epochs=1).parents[1]
+    options = ("--trainer.accelerator=cpu", "--data.test_size=8", "--trainer.logger=false")
+    run("monitor", folder, "--once", *options)
     threats = [line["threat"]["init_args"] for line in lines(folder) if "threat" in line]
     assert threats and all(of["norm"] == "l2" and of["eps"] == 0.7 for of in threats)
 
@@ -629,7 +626,7 @@ def test_a_part_of_the_defense_is_named_and_a_logger_gets_the_figures(trained, w
         put(name)
     part = robust_eval({"member": pgd()}, target="lightning_rob.defenses.first_member")
     (watched / "part.yaml").write_text(yaml.safe_dump(part))
-    logger = {"class_path": "CSVLogger", "init_args": {"save_dir": str(watched), "name": "csv"}}
+    logger = spec("CSVLogger", save_dir=str(watched), name="csv")
     options = ("--suite", watched / "part.yaml", f"--trainer.logger={json.dumps(logger)}")
     assert watch(trained, watched, *options) == 0
     targets = {line["name"]: line["target"] for line in lines(watched) if "name" in line}
@@ -702,13 +699,10 @@ BAD = {
 def test_bad_input_gets_one_line(reason, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
-    with pytest.raises(SystemExit) as stop:
-        run("monitor", *BAD[reason])
-    assert stop.value.code == 2
+    assert exit_code("monitor", *BAD[reason]) == 2
     error = capsys.readouterr().err
     (told,) = [line for line in error.splitlines() if "error:" in line]
-    assert reason in told
-    assert "hidden" not in error
+    assert reason in told and "hidden" not in error
 
 
 def test_a_single_file_is_compared_in_the_order_of_deployment(trained, watched, put, capsys):

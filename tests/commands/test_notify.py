@@ -75,13 +75,8 @@ def history(tmp_path):
 def evaluation(step=1, worst=0.25, alarm=()):
     """The lines of a checkpoint."""
     head = {"checkpoint": f"{step}.ckpt", "step": step, "position": step, "suite": "s"}
-    figure = {
-        "name": "worst",
-        "stage": "monitor",
-        "accuracy": worst,
-        "interval": [worst - 0.1, worst + 0.1],
-        "n": 8,
-    }
+    figure = {"name": "worst", "stage": "monitor", "accuracy": worst, "n": 8}
+    figure["interval"] = [worst - 0.1, worst + 0.1]
     event = {"event": "evaluated", "weights": str(step), "recipe": "r", "alarm": list(alarm)}
     return figure | head, event | head
 

@@ -3,7 +3,7 @@
 import http.client
 import socket
 from contextlib import closing
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -45,9 +45,9 @@ def served(tmp_path):
     history.close()
 
 
-def fetched(publisher, path="/"):
+def fetched(publisher, path="/", **headers):
     url = f"http://127.0.0.1:{publisher.server.server_port}{path}"
-    with urlopen(url, timeout=10) as reply:
+    with urlopen(Request(url, headers=headers), timeout=10) as reply:
         return reply.headers, reply.read().decode()
 
 
@@ -125,8 +125,7 @@ def test_several_models_have_a_section_each_and_an_overview(served, tmp_path):
     history = History(tmp_path / "other")
     history.append(*event_of(4))
     served.update("second", Snapshot(newest_group(history, "s"), history, 1, {}))
-    page = Page(fetched(served)[1])
-    text = " ".join(" ".join(page.text).split())
+    page, text = Page(html := fetched(served)[1]), text_of(html)
     history.close()
     assert "logs/version_0 ALARM 7" in text
     assert "second no alarm 1" in text

@@ -2,9 +2,8 @@
 
 import json
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
+from itertools import product
 
 import pytest
 import torch
@@ -15,14 +14,15 @@ from lightning_rob.commands.report.runs import Evaluations, attack_result, find_
 from lightning_rob.commands.report.sections import run_section, votes
 from lightning_rob.commands.specs import flat, inner_attacks, other_arguments, short, threat_text
 from lightning_rob.plots import heat_map, save
-from tests.tiny import ROOT, recipe, records, refused, run
+from tests import tiny
+from tests.tiny import python, recipe, records, refused, run
 
 VOID = {"meta", "link", "img", "br", "line", "hr", "input"}
 OBJECTIVE = "lightning_rob.objectives.expected_ce"
 
 
 def spec(name, **arguments):
-    return {"class_path": f"lightning_rob.{name}", "init_args": arguments}
+    return tiny.spec(f"lightning_rob.{name}", **arguments)
 
 
 def record(kind, name, **fields):
@@ -68,15 +68,11 @@ class Page(HTMLParser):
 def line(name, accuracy, stage="test", epoch=3, threat=LINF, **fields):
     attack = spec("PGD", threat=threat, steps=20, step_size=0.1, objective=OBJECTIVE)
     shared = record("accuracy", name, stage=stage, epoch=epoch, step=9, target="full_defense")
-    shared |= {"seed": 5, "repeats": 1, "versions": {"torch": "2.99.1"}, "n": 400, "seconds": 1.5}
+    shared |= {"seed": 5, "repeats": 1, "versions": {"torch": "2.99.1"}, "n": 400}
     shared |= {"accuracy": accuracy, "interval": [accuracy - 0.031, accuracy + 0.033]}
-    if name in ("clean", "worst"):
-        shared |= {"seconds": 0.0}
-    if name == "worst":
-        shared |= {"choice": "per-image minimum", "over": ["apgd", "arc"]}
-    elif name != "clean":
-        shared |= {"attack": attack, "threat": threat}
-    return shared | fields
+    worst = {"seconds": 0.0, "choice": "per-image minimum", "over": ["apgd", "arc"]}
+    kinds = {"clean": {"seconds": 0.0}, "worst": worst}
+    return shared | kinds.get(name, {"seconds": 1.5, "attack": attack, "threat": threat}) | fields
 
 
 def evaluation(clean, apgd, arc, worst, **fields):
@@ -150,31 +146,40 @@ def test_accuracies_of_the_records_are_in_both_files(whole):
     assert "Caution" not in text
 
 
-def test_few_images_and_a_single_attack_are_warned_of(tmp_path):
-    known = {"n": 33, "plug_in": "callbacks/autoattack.yaml"}
-    lines = [line("clean", 0.9, **known), line("apgd", 0.5, **known)]
-    _, text, markdown = made(folder(tmp_path / "run", lines))
-    assert "only 33 images" in text
-    assert "Add callbacks/autoattack.yaml, the plug-in for its kind of defense" in text
-    assert "rec_suite" not in text
-    assert "apgd is the only attack" in text
-    assert markdown.count("> **Caution:**") == 2
-    assert "50.0% of 33 test images under apgd alone" in text
+FEW = {"n": 33, "plug_in": "callbacks/autoattack.yaml"}
+KNOWN = {"accuracy": 0.345, "interval": [0.3, 0.39], "n": 380, "ball": "linf 8/255"}
+VALUES = (0.9, 0.5, 0.4, 0.3)
+SAID = {  # lines of a run -> what the page says of them
+    "few images, a single attack": (
+        [line("clean", 0.9, **FEW), line("apgd", 0.5, **FEW)],
+        "only 33 images; apgd is the only attack; 50.0% of 33 test images under apgd alone; "
+        "Add callbacks/autoattack.yaml, the plug-in for its kind of defense",
+    ),
+    "an attacker who knows the noise": (
+        [line("clean", 0.9), line("apgd", 0.5), line("worst", 0.5, known_noise=KNOWN)],
+        "34.5% withstand an attacker who knows the noise, within linf 8/255; 380 images",
+    ),
+    "no test, the last validation": (
+        evaluation(*VALUES, stage="val", epoch=7),
+        "Accuracy on the validation images at epoch 7; no test is recorded",
+    ),
+    "numbers that are missing": (
+        [
+            x | {"accuracy": None} if x["name"] in ("apgd", "worst") else x
+            for x in evaluation(*VALUES, stage="val", epoch=0) + evaluation(*VALUES)
+        ],
+        "no number was recorded for apgd and worst",
+    ),
+}
 
 
-def test_an_attacker_who_knows_the_noise_has_a_line(tmp_path):
-    known = {"accuracy": 0.345, "interval": [0.3, 0.39], "n": 380, "ball": "linf 8/255"}
-    lines = [line("clean", 0.9), line("apgd", 0.5), line("worst", 0.5, known_noise=known)]
-    _, text, _ = made(folder(tmp_path / "run", lines))
-    assert "34.5% withstand an attacker who knows the noise, within linf 8/255" in text
-    assert "380 images" in text
-
-
-def test_without_a_test_the_last_validation_is_shown_as_one(tmp_path):
-    lines = evaluation(0.9, 0.5, 0.4, 0.3, stage="val", epoch=7)
-    _, text, _ = made(folder(tmp_path / "run", lines))
-    assert "Accuracy on the validation images at epoch 7" in text
-    assert "no test is recorded" in text
+@pytest.mark.parametrize("case", SAID)
+def test_what_a_reader_should_know_is_said(case, tmp_path):
+    lines, said = SAID[case]
+    _, text, markdown = made(folder(tmp_path / "a/run", lines))
+    assert [part for part in said.split("; ") if part not in text] == []
+    assert "rec_suite" not in text and "nan" not in (text + markdown).lower()
+    assert case != "few images, a single attack" or markdown.count("> **Caution:**") == 2
 
 
 def test_a_half_written_line_and_foreign_files_do_no_harm(whole):
@@ -197,15 +202,6 @@ def test_a_run_of_fields_of_another_kind_is_named_and_the_others_are_shown(tmp_p
     assert "53.1%" in text
 
 
-def test_nan_is_said_to_be_no_number(tmp_path):
-    known = (0.9, 0.5, 0.4, 0.3)
-    lines = evaluation(*known, stage="val", epoch=0) + evaluation(*known)
-    lines = [x | {"accuracy": None} if x["name"] in ("apgd", "worst") else x for x in lines]
-    _, text, markdown = made(folder(tmp_path / "a/run", lines))
-    assert "no number was recorded for apgd and worst" in text
-    assert "nan" not in (text + markdown).lower()
-
-
 def test_what_was_evaluated_again_counts_once():
     lines = [line("apgd", 0.1 + 0.1 * e, "val", e) for e in range(5)]
     resumed = [line("apgd", 0.75, "val", 2), line("apgd", 0.8, "val", 3)]
@@ -216,14 +212,9 @@ def test_what_was_evaluated_again_counts_once():
 
 
 def test_hostile_names_are_text(tmp_path):
-    lines = [
-        *(
-            line(HOSTILE, 0.5, stage=stage, target=target)
-            for stage in ("val", "test")
-            for target in ("full defense", "<b>_bold_</b>")
-        ),
-        line("worst", 0.5, over=[HOSTILE], threat=spec("Threat", norm="<i>", eps="<i>")),
-    ]
+    places = product(("val", "test"), ("full defense", "<b>_bold_</b>"))
+    lines = [line(HOSTILE, 0.5, stage=stage, target=target) for stage, target in places]
+    lines.append(line("worst", 0.5, over=[HOSTILE], threat=spec("Threat", norm="<i>", eps="<i>")))
     run_folder = folder(tmp_path / "<img src=x onerror=alert(1)>", lines)
     (run_folder / "config.yaml").write_text("model: {class_path: '</pre><script>'}\n# ```\n")
     swept = line(HOSTILE, 0.25, value=1, variable=HOSTILE, target=HOSTILE)
@@ -321,8 +312,7 @@ def test_a_template_of_the_user_overrides_a_block(whole):
 def test_no_torch_is_needed(whole):
     code = f"import sys; from lightning_rob.cli import main; main(['report', {str(whole)!r}]); "
     code += "print({'torch', 'lightning'} & set(sys.modules))"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert out.stdout.splitlines()[-1] == "set()"
+    assert python("-c", code).splitlines()[-1] == "set()"
 
 
 def test_a_real_run(tmp_path):

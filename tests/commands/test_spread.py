@@ -17,7 +17,7 @@ from lightning_rob.cli.seeds import SeedsConfig
 from lightning_rob.commands.sweep import SweepConfig
 from lightning_rob.runtime import spread
 from tests.forked import forked_child
-from tests.tiny import KEPT, ROOT, exit_code, pgd, recipe, refused, robust_eval, run
+from tests.tiny import KEPT, ROOT, exit_code, lines_of, pgd, recipe, refused, robust_eval, run, spec
 
 PYTHONPATH = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 VALUES = "--values=0.01,0.02,0.03,0.04"
@@ -36,14 +36,13 @@ class DiesOnce(Callback):
 
 
 def swept(folder, checkpoint, *args):
-    dies = {"class_path": f"{__name__}.DiesOnce", "init_args": {"mark": str(folder / "mark")}}
+    dies = spec(f"{__name__}.DiesOnce", mark=str(folder / "mark"))
     plugged = [robust_eval({"apgd": pgd()}), dies]
     options = [f"--trainer.callbacks+={json.dumps(one)}" for one in plugged]
     args = [VALUES, f"--out={folder / 'out'}", *options, *args, "--allow-import=tests"]
     run("sweep", checkpoint, "--over=eps", *args)
-    lines = (folder / "out/sweep.jsonl").read_text().splitlines()
     kept = ("name", "value", "accuracy", "interval", "n")
-    return sorted([line[key] for key in kept] for line in map(json.loads, lines))
+    return sorted([line[key] for key in kept] for line in lines_of(folder / "out/sweep.jsonl"))
 
 
 def test_a_sweep_by_two_workers_of_which_one_is_killed(trained, tmp_path, monkeypatch, capfd):
@@ -87,11 +86,8 @@ def test_two_seeds_and_their_mean(tmp_path, monkeypatch, capfd):
     rows = {row["name"]: row for row in json.loads(file.read_text())}
     for seed in (0, 1):
         (record,) = file.parent.rglob(f"seed_{seed}/robust.jsonl")
-        records = record.read_text().splitlines()
-        (last,) = (
-            r for r in map(json.loads, records) if r["stage"] == "test" and r["name"] == "apgd"
-        )
-        assert last["accuracy"] == rows["apgd"]["accuracies"][seed]
+        found = [r for r in lines_of(record) if (r["stage"], r["name"]) == ("test", "apgd")]
+        assert [r["accuracy"] for r in found] == [rows["apgd"]["accuracies"][seed]]
     first, second = rows["apgd"]["accuracies"]
     assert rows["apgd"]["mean"] == pytest.approx((first + second) / 2)
     before = sorted(tmp_path.rglob("*.ckpt"))

@@ -14,9 +14,7 @@ from lightning.pytorch import Callback
 
 from lightning_rob.attacks import ARC, PGD
 from lightning_rob.callbacks.robust_eval import full_defense
-from lightning_rob.cli.lightning_cli import RobustCLI
 from lightning_rob.cli.options import read_command_line
-from lightning_rob.commands.checkpoints import load_weights, read_checkpoint
 from lightning_rob.commands.sweep import SweepConfig, parse_values
 from lightning_rob.commands.sweep.study import changed
 from lightning_rob.defenses import Ensemble, first_member
@@ -25,9 +23,9 @@ from lightning_rob.metrics import robust_accuracy
 from lightning_rob.runtime.files import read_json_lines
 from lightning_rob.runtime.identity import fingerprint
 from lightning_rob.threat import Threat
+from tests.commands.test_monitor import built
 from tests.forked import forked
-from tests.schema import checked
-from tests.tiny import TinyNet, arc, fit, images_of, pgd, robust_eval, run
+from tests.tiny import TinyNet, arc, fit, lines_of, pgd, refused, robust_eval, run, spec
 
 THREAT = Threat("linf", 16 / 255)
 APGD = PGD(THREAT, 3, 8 / 255, random_start=False)
@@ -70,9 +68,8 @@ def sweep(trained, out, over, values, *args, callbacks=CALLBACKS):
 
 def lines(out):
     studies = out / "sweep_studies.jsonl"
-    for line in studies.read_text().splitlines() if studies.exists() else ():
-        checked(line)
-    return list(map(checked, (out / "sweep.jsonl").read_text().splitlines()))
+    assert not studies.exists() or lines_of(studies)
+    return lines_of(out / "sweep.jsonl")
 
 
 def accuracies(records):
@@ -82,11 +79,7 @@ def accuracies(records):
 @pytest.fixture(scope="module")
 def loaded(trained):
     """The defense and the test images, without the command."""
-    file = str(trained.parents[3] / "recipe.yaml")
-    built = RobustCLI(["--config", file, "--trainer.logger=false"], run=False)
-    load_weights(built.model, read_checkpoint(str(trained)))
-    built.datamodule.setup("test")
-    return built.model.defense.eval(), *images_of(built.datamodule)
+    return built(trained.parents[3] / "recipe.yaml", trained)
 
 
 def by_hand(attack, defense, x, y):
@@ -168,7 +161,7 @@ def test_figures_are_those_of_direct_calls(over, swept, loaded):
 
 
 def test_killed_and_run_again_it_ends_with_the_same_table(trained, swept, tmp_path, capsys):
-    kill = {"class_path": "tests.commands.test_sweep.KillAtTest", "init_args": {"number": 2}}
+    kill = spec("tests.commands.test_sweep.KillAtTest", number=2)
     where = ["--ckpt_path", trained, "--trainer.accelerator=cpu", "--out", tmp_path]
     where += ["--over", "steps", "--values", CASES["steps"][0]]
     killed = forked("sweep", *where, *plugged([*CALLBACKS, kill]))
@@ -264,22 +257,14 @@ def test_options_without_meaning():
 def test_bad_input_gets_one_line_before_anything_runs(trained, tmp_path, capsys):
     steps, neighbours = (["--over", name, "--values", "1"] for name in ("steps", "neighbours"))
     checkpoint, alone = ["--ckpt_path", trained], [robust_eval({"apgd": PLAIN})]
+    best = "choose --best from clean, apgd, arc, alone, worst, got 'apdg'"
     for args, callbacks, message in (
         ([*checkpoint, "--over=members", "--values=2,4"], CALLBACKS, "members must be 1 … 3"),
-        (
-            [*checkpoint, *steps, "--best", "apdg"],
-            CALLBACKS,
-            "choose --best from clean, apgd, arc, alone, worst, got 'apdg'",
-        ),
+        ([*checkpoint, *steps, "--best=apdg"], CALLBACKS, best),
         ([*checkpoint, *neighbours], [], "add --trainer.callbacks+="),
         ([*checkpoint, *neighbours], alone, "has neighbours to sweep over: add callbacks/arc.yaml"),
         (neighbours, CALLBACKS, "say what to run"),
     ):
-        with pytest.raises(SystemExit) as end:
-            run("sweep", "--out", tmp_path, *args, *plugged(callbacks))
-        assert end.value.code == 2
-        printed = capsys.readouterr()
-        assert "[1/" not in printed.out
-        assert not (tmp_path / "sweep.jsonl").exists()
-        (line,) = [line for line in printed.err.splitlines() if "error:" in line]
+        line = refused(capsys, "sweep", "--out", tmp_path, *args, *plugged(callbacks))
         assert message in line and len(line) < 400
+        assert not (tmp_path / "sweep.jsonl").exists()

@@ -14,7 +14,7 @@ from lightning_rob.commands.tune.space import Budget, Space, replaced, value_at
 from lightning_rob.commands.tune.study import Record, Search, Study, read_trials
 from lightning_rob.runtime import spread
 from tests.forked import Forked, forked_child
-from tests.tiny import ROOT, arc, pgd, recipe, robust_eval, run
+from tests.tiny import ROOT, arc, exit_code, lines_of, pgd, recipe, refused, robust_eval, run, spec
 
 LR = "model.init_args.optimizer.init_args.lr"
 WIDTH = "model.init_args.net.init_args.width"
@@ -246,8 +246,7 @@ def test_dotted_keys_reach_into_lists_and_a_wrong_one_is_named():
 
 
 def test_the_shipped_space_fits_its_recipe(capsys):
-    with pytest.raises(SystemExit):
-        run("fit", "--config", "rt_digits", "--print_config")
+    assert exit_code("fit", "--config", "rt_digits", "--print_config") == 0
     whole = yaml.safe_load(capsys.readouterr().out)
     space = Space.read(yaml.safe_load((ROOT / "configs/spaces/tune_digits.yaml").read_text()))
     assert space.contains(space.initial(whole))
@@ -307,19 +306,18 @@ def test_tune_end_to_end(tmp_path, monkeypatch, capsys):
     assert value_at(final, "trainer.max_epochs") == 4
     assert value_at(final, "trainer.callbacks+.0.class_path").endswith("ModelCheckpoint")
     # The recipe in a trial's folder, run by `fit`, gives the metrics in the record.
-    logger = {"class_path": "CSVLogger", "init_args": {"save_dir": ".", "version": 0}}
+    logger = spec("CSVLogger", save_dir=".", version=0)
     config = ["--config", out / "trials/0001/config.yaml"]
     run("fit", *config, f"--trainer.logger={json.dumps(logger)}")
-    lines = Path("lightning_logs/version_0/robust.jsonl").read_text().splitlines()
-    found = [line for line in map(json.loads, lines) if line["name"] == "apgd"]
+    lines = lines_of(Path("lightning_logs/version_0/robust.jsonl"))
+    found = [line for line in lines if line["name"] == "apgd"]
     assert found[-1]["accuracy"] == pytest.approx(trials[1].metrics["val/robust/apgd"])
 
     before = (out / "trials.jsonl").read_bytes()
     run("tune", *files(tmp_path))
     assert (out / "trials.jsonl").read_bytes() == before
-    with pytest.raises(SystemExit):
-        run("tune", *files(tmp_path), "--data.init_args.test_size=20")
-    assert "of another recipe, space or seed" in capsys.readouterr().err
+    line = refused(capsys, "tune", *files(tmp_path), "--data.init_args.test_size=20")
+    assert "of another recipe, space or seed" in line
     run("tune", *files(tmp_path), "--trials=3")
     assert len([*read_trials(out / "trials.jsonl")]) == 3
 
@@ -341,8 +339,4 @@ def with_(**sections):
 def test_bad_input_is_one_line(space, args, message, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        run("tune", *files(tmp_path, space), *args)
-    assert ended.value.code == 2
-    (error,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
-    assert message in error
+    assert message in refused(capsys, "tune", *files(tmp_path, space), *args)
