@@ -30,7 +30,6 @@ def auto(*attacks, **options):
 
 def evaluate(folder, checkpoint, batch_size, *args):
     """The records of 53 images: that of each figure, and those image by image."""
-    folder.mkdir()
     attacks = {"apgd": pgd(random_start=True, restarts=2), "arc": arc(random_start=True)}
     attacks |= {"square": auto("square"), "autoattack": auto("apgd-ce", "apgd-dlr")}
     data = spec("tests.tiny.Blobs", test_size=53, eval_batch_size=batch_size)
@@ -58,8 +57,7 @@ def test_two_processes_and_any_batch_size_leave_the_same_records(trained, tmp_pa
     assert {name: line["n"] for name, line in figures.items()} == expected
     assert figures["apgd"]["group_size"] == 16
     assert all(0 < figures[name]["accuracy"] < 1 for name in expected)
-    assert len(first[1]) == 2
-    assert all(other == first for other in others)
+    assert len(first[1]) == 2 and all(other == first for other in others)
 
 
 def test_two_processes_train_an_ensemble(tmp_path):
@@ -76,7 +74,6 @@ def test_two_processes_perturb_weights_like_one(tmp_path):
     options["model"] = spec("AdversarialTraining", **init)
     trained = []
     for name, processes in {"one": [], "two": TWO}.items():
-        (tmp_path / name).mkdir()
         start("fit", "--config", recipe(tmp_path / name, **options), *processes)
         trained.append(weights(tmp_path / name / "run/version_0/checkpoints/epoch=3-step=4.ckpt"))
     for one, other in zip(*(each.values() for each in trained), strict=True):
@@ -103,7 +100,6 @@ def test_two_processes_predict_into_one_file(trained, tmp_path):
     files = []
     for args in ([], TWO):
         folder = tmp_path / str(len(args))
-        folder.mkdir()
         start("predict", "--config", recipe(folder), "--ckpt_path", trained, *args)
         files.append(pandas.read_csv(folder / "run/version_0/predictions.csv"))
     assert files[0]["index"].tolist() == list(range(33))

@@ -39,16 +39,10 @@ def two_nodes(start, *args) -> None:
     port, running = free_port(), []
     for node in range(2):
         launcher, told = start(node, port)
-        running.append(
-            subprocess.Popen(
-                [sys.executable, *launcher, "-m", "lightning_rob", *map(str, args), DDP, *NODES],
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-                env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | told,
-                cwd=ROOT,
-            )
-        )
+        line = [sys.executable, *launcher, "-m", "lightning_rob", *map(str, args), DDP, *NODES]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | told
+        options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        running.append(subprocess.Popen(line, env=environment, cwd=ROOT, **options))
     errors = [process.communicate(timeout=600)[1] for process in running]
     assert [process.returncode for process in running] == [0, 0], "\n".join(errors)
 
@@ -58,7 +52,6 @@ def figures(folder) -> dict:
 
 
 def attacked(folder):
-    folder.mkdir()
     data = spec("tests.tiny.Blobs", test_size=33, eval_batch_size=7)
     suite = robust_eval({"apgd": pgd(random_start=True), "arc": arc(random_start=True)})
     return recipe(folder, data=data, **{"trainer__callbacks+": [suite]})
@@ -78,8 +71,7 @@ def one_and_two(folder, start) -> tuple[dict, dict]:
 def test_two_nodes_give_the_figures_of_one_process(start, tmp_path):
     one, two = one_and_two(tmp_path, start)
     assert {name: n for name, (n, _) in one.items()} == {"apgd": 33, "arc": 33, "worst": 33}
-    assert 0 < one["apgd"][1] < 1
-    assert two == one
+    assert 0 < one["apgd"][1] < 1 and two == one
 
 
 @pytest.mark.slow

@@ -150,6 +150,7 @@ def recipe(folder: Path, **overrides) -> Path:
         for name in path:
             part = part[name]
         part[last] = value
+    folder.mkdir(parents=True, exist_ok=True)
     file = folder / "recipe.yaml"
     file.write_text(yaml.safe_dump(content, sort_keys=False))
     return file
@@ -175,7 +176,8 @@ def refused(capsys, *args: str) -> str:
     text = capsys.readouterr().err
     (line,) = [line for line in text.splitlines() if "error:" in line]
     assert line.startswith("lightning-rob: error: ")
-    assert len(line) < 500 and "Traceback" not in text
+    assert "Traceback" not in text
+    assert len(line) < 500
     return line
 
 
@@ -204,7 +206,8 @@ def python(*args: str, cwd: Path = ROOT, **env: str) -> str:
     """What an interpreter of its own prints, which ends well."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | env
     command = [sys.executable, *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=cwd)
+    options = {"capture_output": True, "text": True, "timeout": 600, "cwd": cwd}
+    done = subprocess.run(command, env=environment, **options)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

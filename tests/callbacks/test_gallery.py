@@ -51,8 +51,7 @@ def test_counts_and_images_are_those_of_the_attacks_by_hand(ensemble, capsys):
     fitting.state.fn = "fit"
     assert not callback.due(fitting)
     for _, i, case in callback.kept:
-        assert case.label == y[i]
-        assert torch.equal(case.clean, x[i])
+        assert case.label == y[i] and torch.equal(case.clean, x[i])
         torch.testing.assert_close(case.weak.image, weak[i])
         torch.testing.assert_close(case.strong.image, strong[i])
         probs = torch.stack([net(strong[i : i + 1])[0].softmax(-1) for net in ensemble.classifiers])
@@ -75,8 +74,7 @@ def test_nothing_to_show_is_said_and_not_drawn(tmp_path, capsys):
     run("test", "--config", recipe(tmp_path, **{"trainer__callbacks+": callbacks}))
     folder = tmp_path / "run/version_0"
     record = checked((folder / "gallery.jsonl").read_text())
-    assert record["fooled"] == 0
-    assert record["n"] == 33
+    assert record["fooled"] == 0 and record["n"] == 33
     said = f"PGD fools every member on 0 of the {record['left']} images on which PGD leaves some"
     assert said in capsys.readouterr().out
     assert not (folder / "gallery.png").exists()

@@ -56,11 +56,12 @@ def pictures(folder, make):
 def test_two_runs_have_a_folder_and_pictures_each(make, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    for _ in range(2):
+    for number in (1, 2):
         callbacks = RobustEval(ATTACKS), RobustAudit(THREAT, 2, 10, max_images=8)
         run = trainer(*callbacks, logger=make(tmp_path), default_root_dir=tmp_path, max_epochs=1)
         loader = DataLoader(DATA, 20)
         run.fit(Classifier(), loader, loader)
+        assert len([*tmp_path.rglob("audit.json")]) == number
         run.test(run.lightning_module, loader, verbose=False)
         if make is wandb:
             run.logger.experiment.finish()

@@ -85,8 +85,7 @@ def test_draws_are_averaged_and_have_an_interval():
     few = {"ensembles": {"2i": "2i"}, "draws": 3, "attacked": names, "max_images": 4}
     _, (votes,) = study(whole, VotingRuleEval({"pgd": WEAK}, **few))
     for result in votes.results:
-        assert result["members"] == 2
-        assert len(result["draws"]) == 3
+        assert result["members"] == 2 and len(result["draws"]) == 3
         assert result["accuracy"] == pytest.approx(sum(result["draws"]) / 3)
         low, high = result["interval"]
         assert low <= result["accuracy"] <= high
@@ -121,8 +120,7 @@ def test_dissimilarity_is_that_of_the_perturbation(ensemble):
     relative = PGD(Threat("l2", 0.2, relative=True), 5, 0.1, keep_best=False)
     _, (votes,) = study(ensemble, VotingRuleEval({"pgd": relative}))
     by_name = {result["name"]: result["dissimilarity"] for result in votes.results}
-    assert by_name["clean"] == 0
-    assert 0.1 < by_name["pgd"] <= 0.2 * (1 + 1e-5)
+    assert by_name["clean"] == 0 and 0.1 < by_name["pgd"] <= 0.2 * (1 + 1e-5)
 
 
 def test_a_defense_that_adapts_or_rejects_is_refused(ensemble):
@@ -143,8 +141,7 @@ def test_the_table_has_a_column_for_each_rule(ensemble):
     console = Console(width=80, record=True, file=StringIO())
     print_votes("X", votes.results, console)
     text = console.export_text()
-    assert all(rule in text for rule in VOTING_RULES)
-    assert text.count("pgd") == 2
+    assert all(rule in text for rule in VOTING_RULES) and text.count("pgd") == 2
     assert "…" not in text
     for result in votes.results:
         checked(json.dumps(with_schema(result)))

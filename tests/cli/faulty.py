@@ -90,7 +90,6 @@ class Slow(Callback):
 
 def plan(folder, callbacks=(), **overrides):
     """A recipe with BatchNorm, random transforms and adversarial training, four epochs of four."""
-    folder.mkdir(parents=True, exist_ok=True)
     parts = {"net": spec("tests.tiny.TinyNet"), "attack": pgd(random_start=True, draws=1)}
     defense = spec("RandomTransforms", size=2, draws=2, transforms=DRAWN)
     parts |= {"defense": defense, "draws": 2, "optimizer": adam()}

@@ -107,10 +107,8 @@ def test_a_disk_that_takes_no_more(whole, tmp_path, capsys):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     folder = tmp_path / "run/version_0/checkpoints"
-    assert f"{folder}/" in line
-    assert "cannot be written: File too large" in line
-    assert intact(tmp_path)
-    assert same_weights(before, weights(tmp_path / LAST))
+    assert f"{folder}/" in line and "cannot be written: File too large" in line
+    assert intact(tmp_path) and same_weights(before, weights(tmp_path / LAST))
 
 
 def test_a_process_started_after_a_run_is_independent_of_it(monkeypatch):

@@ -40,8 +40,7 @@ def test_help_fits_a_screen_and_imports_nothing_heavy(pages, command):
     lines = page.rstrip().splitlines()
     assert code == 0
     assert imported == []
-    assert len(lines) <= LINES
-    assert max(map(len, lines)) <= COLUMNS
+    assert len(lines) <= LINES and max(map(len, lines)) <= COLUMNS
     assert re.match(r"usage: lightning-rob", lines[0])
 
 

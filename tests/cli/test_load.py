@@ -15,7 +15,7 @@ from lightning_rob.recipes.environment import VARIABLE, callbacks
 from lightning_rob.recipes.trust import VARIABLE as ALLOWED
 from lightning_rob.runtime.errors import InputError
 from tests.callbacks.test_any_module import DATA, Classifier
-from tests.tiny import TinyNet, lines_of, quiet_trainer, recipe, refused
+from tests.tiny import TinyNet, lines_of, quiet_trainer, refused
 
 
 class OwnImages(LightningDataModule):
@@ -28,12 +28,8 @@ class OwnImages(LightningDataModule):
 
 
 HERE = "tests.cli.test_load"
-OURS = [
-    f"--model={Classifier.__module__}.Classifier",
-    f"--data={HERE}.OwnImages",
-    "--trainer.accelerator=cpu",
-    "--allow-import=tests",
-]
+OURS = [f"--model={Classifier.__module__}.Classifier", f"--data={HERE}.OwnImages"]
+OURS += ["--trainer.accelerator=cpu", "--allow-import=tests"]
 ATTACKS = {"pgd": PGD(Threat("linf", 0.1), 3, 0.05)}
 
 
@@ -52,17 +48,14 @@ def checkpoint_of(run):
     return found
 
 
-def test_a_defense_of_ours(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    main(["fit", f"--config={recipe(tmp_path)}"])
-    (path,) = tmp_path.rglob("checkpoints/*.ckpt")
-    defense = lightning_rob.load(path, ["tests"])
+def test_a_defense_of_ours(trained):
+    defense = lightning_rob.load(trained, ["tests"])
     arguments = {"net": TinyNet, "attack": ATTACKS["pgd"], "epochs": 2, "probs": [0.9, 0.1]}
-    same = lightning_rob.BAT.load_from_checkpoint(path, **arguments).defense.eval()
+    same = lightning_rob.BAT.load_from_checkpoint(trained, **arguments).defense.eval()
     assert torch.equal(same.logits(DATA[:4][0]), defense.logits(DATA[:4][0]))
     with pytest.raises(TypeError, match=r"'net'.*lightning_rob.load_module\('.*ckpt'\) takes them"):
-        lightning_rob.BAT.load_from_checkpoint(path)
-    state = torch.load(path, weights_only=True)["state_dict"]
+        lightning_rob.BAT.load_from_checkpoint(trained)
+    state = torch.load(trained, weights_only=True)["state_dict"]
     assert not defense.training
     for name, value in defense.state_dict().items():
         assert torch.equal(value, state[name])
@@ -91,8 +84,7 @@ def test_bad_checkpoints(tmp_path):
         lightning_rob.load(tmp_path / "plain.ckpt")
 
 
-def test_commands_on_a_module_of_others(foreign, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_commands_on_a_module_of_others(foreign, capsys):
     checkpoint = f"--ckpt_path={checkpoint_of(foreign)}"
     quick = ["--images=8", "--queries=5", "--steps=2"]
     main(["test", checkpoint, "--allow-import=tests", "--trainer.callbacks+=pgd"])
@@ -115,8 +107,7 @@ def brighter(x):
     return 0.5 * x + 0.5
 
 
-def test_commands_take_the_preprocessing_of_the_plug_in(foreign, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_commands_take_the_preprocessing_of_the_plug_in(foreign):
     checkpoint = f"--ckpt_path={checkpoint_of(foreign)}"
     plug = ["--allow-import=tests", "--trainer.callbacks+=pgd"]
     plug += [f"--trainer.callbacks.preprocess={HERE}.brighter"]
@@ -134,8 +125,7 @@ def test_commands_take_the_preprocessing_of_the_plug_in(foreign, tmp_path, monke
 
 def test_plug_ins_by_short_name():
     first, second = lightning_rob.load_callbacks(["arc", "pgd"])
-    assert isinstance(first, RobustEval)
-    assert isinstance(first.attacks["arc"], ARC)
+    assert isinstance(first, RobustEval) and isinstance(first.attacks["arc"], ARC)
     assert list(second.attacks) == ["pgd"]
     with pytest.raises(InputError, match="nothing here is called 'arcc'"):
         lightning_rob.load_callbacks(["arcc"])

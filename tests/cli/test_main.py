@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_rob.cli.options import read_command_line
+from tests.commands.test_report import made
 from tests.tiny import (
     CKPT,
     arc,
@@ -45,8 +46,14 @@ def test_fit_logs_every_epoch_and_test_comes_last(trained):
     assert by_name["worst"] <= min(by_name["apgd"], by_name["arc"]) + 1e-9
 
 
-def test_the_checkpoint_alone_rebuilds_the_ensemble(trained, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_the_report_shows_the_run(trained, tmp_path):
+    _, text, markdown = made(trained, out=tmp_path / "report.html")
+    assert "BAT on Blobs" in text and "class_path: tests.tiny.Blobs" in text
+    assert "trained against linf 16/255" in text
+    assert all(f"{found['accuracy']:.1%}" in markdown for found in records(trained))
+
+
+def test_the_checkpoint_alone_rebuilds_the_ensemble(trained, tmp_path, capsys):
     after_fit = [r for r in records(trained) if r["stage"] == "test"]
     plugin = f"--trainer.callbacks+={json.dumps(robust_eval({'apgd': pgd(), 'arc': arc()}))}"
     options = (plugin, "--trainer.logger=true", "--trainer.accelerator=cpu")
@@ -66,8 +73,7 @@ def test_the_best_checkpoint_is_tested_if_a_metric_chooses_it(tmp_path, monkeypa
     assert tested == [str(tmp_path / CKPT).replace("last", "lowest")]
 
 
-def test_the_saved_configuration_runs_again(trained, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_the_saved_configuration_runs_again(trained, tmp_path, capsys):
     config = trained / "run/version_0/config.yaml"
     folder = f"--trainer.logger.init_args.save_dir={tmp_path}"
     run("fit", "--config", config, folder, "--test_after_fit=false")
@@ -92,9 +98,7 @@ def said(capsys, *args) -> list[str]:
     return [m[0] for m in re.finditer(SAID, capsys.readouterr().out, re.M)]
 
 
-def test_a_test_reports_another_radius_than_that_of_the_training(
-    trained, tmp_path, monkeypatch, capsys
-):
+def test_a_test_reports_another_radius_than_that_of_the_training(trained, tmp_path, capsys):
     pgd = "--trainer.callbacks+=pgd"
     (line,) = said(capsys, trained / CKPT, pgd)
     assert line == (
@@ -102,14 +106,12 @@ def test_a_test_reports_another_radius_than_that_of_the_training(
         "taken by --trainer.callbacks.eps=16/255"
     )
     assert said(capsys, trained / CKPT, pgd, "--trainer.callbacks.eps=16/255") == []
-    monkeypatch.chdir(tmp_path)
     assert said(capsys, trained / CKPT) == []
     assert not list(tmp_path.iterdir())  # a run without a logger writes no configuration
 
 
 @pytest.mark.parametrize("name", ["robust/worst", "test/acc", "robust/blind", "robust/findings"])
-def test_a_threshold_may_name_every_figure_of_a_test(trained, tmp_path, monkeypatch, name):
-    monkeypatch.chdir(tmp_path)
+def test_a_threshold_may_name_every_figure_of_a_test(trained, name):
     options = ("--trainer.callbacks+=pgd", "--trainer.accelerator=cpu", "--data.test_size=4")
     assert exit_code("test", trained / CKPT, *options, f"--fail_under={name}=0") in (0, 1)
     assert exit_code("test", trained / CKPT, *options, f"--fail_under={name}_=0") == 2
@@ -120,8 +122,7 @@ def test_a_test_without_a_checkpoint_says_so(tmp_path, capsys):
     assert line.startswith("No checkpoint is given: ")
 
 
-def test_predict_writes_class_probabilities(trained, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_predict_writes_class_probabilities(trained, tmp_path):
     run("predict", "--ckpt_path", trained / CKPT, "--trainer.accelerator=cpu")
     head, *rows = next(tmp_path.rglob("predictions.csv")).read_text().splitlines()
     assert head == "index,prediction,p0,p1,p2,p3"

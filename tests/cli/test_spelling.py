@@ -75,8 +75,7 @@ def found(tmp_path_factory):
 @pytest.mark.parametrize("case", range(len(MISSPELT)))
 def test_a_misspelt_name_is_refused_within_a_second(found, case):
     error, seconds, torch = found[case]
-    assert MISSPELT[case][1] in error
-    assert error.count("\n") == 1
+    assert MISSPELT[case][1] in error and error.count("\n") == 1
     assert seconds < 1
     assert not torch
 
@@ -111,8 +110,7 @@ def test_a_checkpoint_needs_no_option(args, read):
     assert line.options is None or (line.options.strict, line.options.eps) == (True, 0.2)
 
 
-def test_a_module_beside_the_recipe_gets_advice(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_module_beside_the_recipe_gets_advice(tmp_path):
     error = "Parser key \"model\": No module named 'own'"
     assert "PYTHONPATH" not in shorten_jsonargparse_error(error)
     (tmp_path / "own.py").touch()

@@ -12,16 +12,13 @@ from tests.schema import checked
 from tests.test_ddp import TWO
 from tests.tiny import (
     exit_code,
-    fit,
     pgd,
     recipe,
     records,
     robust_eval,
     run,
-    same_weights,
     shell,
     spec,
-    weights,
 )
 
 
@@ -51,14 +48,7 @@ def test_the_callback_writes_what_it_found(trained, tmp_path, capsys):
     assert "callbacks/climb.yaml" in " ".join(shown.split())
 
 
-def test_it_runs_in_fit_and_training_stays_the_same(trained, tmp_path):
-    again = fit(tmp_path, callbacks=[audited(max_images=4)], model__init_args__monitor=None)
-    assert same_weights(weights(trained), weights(again))
-    assert (tmp_path / "run/version_0/audit.json").exists()
-
-
-def test_the_command(trained, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_the_command(trained, tmp_path, capsys):
     options = ["--images", "10", "--steps", "2", "--queries", "5", "--strict", "--power"]
     code = exit_code("audit", trained, "--trainer.accelerator=cpu", *options)
     (file,) = (tmp_path / "logs").rglob("audit.json")
@@ -79,8 +69,7 @@ def test_the_command(trained, tmp_path, monkeypatch, capsys):
     assert {row["ball"] for row in record["attacks"] if row["name"] == "pgd"} == {"linf 16/255"}
 
 
-def test_strict_ends_with_code_1_where_the_defense_is_broken(trained, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_strict_ends_with_code_1_where_the_defense_is_broken(trained, tmp_path):
     net = spec("tests.audit.planted.Rounding", width=16)
     file = recipe(tmp_path, **{"model__init_args__net": net, "trainer__callbacks+": []})
     args = ["audit", "--config", file, "--ckpt_path", trained]
@@ -127,7 +116,6 @@ def test_two_processes_find_the_same(trained, tmp_path):
     """Except Square, whose noise depends on the batch."""
     found = []
     for name, args in {"one": [], "two": TWO}.items():
-        (tmp_path / name).mkdir()
         callbacks = {"trainer__callbacks+": [audited(queries=1, max_images=None)]}
         file = recipe(tmp_path / name, **callbacks)
         shell("test", "--config", file, "--ckpt_path", trained, *args)

@@ -50,8 +50,7 @@ def test_two_transforms_from_end_to_end(tmp_path, capsys):
     row = re.search(r"VerticalFlip\W+([\d.]+)(\*?)\W+([\d.]+)\W+(\d+)\W+2\W+\d+", printed)
     assert row[1] == f"{by_hand.error:.5f}"
     assert (row[2] == "*") == (by_hand.error >= by_hand.identity)
-    assert row[3] == f"{by_hand.identity:.5f}"
-    assert int(row[4]) == len(images)
+    assert row[3] == f"{by_hand.identity:.5f}" and int(row[4]) == len(images)
     assert "0 of them from before" in printed
     transforms = {"VerticalFlip": {}, "HardPrecision": {}}
     options = {"gradients": "bpda", "approximations": str(tmp_path)}
@@ -69,8 +68,7 @@ def test_an_existing_network_is_not_trained_again(tmp_path, capsys):
     (tmp_path / "Gamma_0_3x8x8.123.part").write_bytes(b"of a run that was killed")
     bpda(tmp_path, *COLOUR, "--epochs", "2", "--transforms", "VerticalFlip,Erase,Gamma")
     after = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.pt")}
-    assert {name: after[name] for name in before} == before
-    assert len(after) == 3
+    assert {name: after[name] for name in before} == before and len(after) == 3
     out = capsys.readouterr().out
     assert "2 of them from before" in out
     epochs = dict(re.findall(r"(VerticalFlip|Erase|Gamma)\W+[\d.]+\*?\W+[\d.]+\W+\d+\W+(\d)", out))

@@ -14,8 +14,7 @@ from tests.tiny import fit, lines_of, run, same_weights, spec, weights
 SMALL = ["--draws", "100", "--images", "8", "--steps", "2"]
 
 
-def test_the_command(trained, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_the_command(trained, tmp_path, capsys):
     run("certify", trained, "--sigma", "0.1", "--radii", "1/10,0.05", *SMALL)
     (folder,) = tmp_path.glob("certificates/last_*_0.1")
     record = checked((folder / "certified.jsonl").read_text())

@@ -149,9 +149,8 @@ def test_invalid_options():
             ExportConfig(**options)
 
 
-def test_the_command_exports_a_checkpoint(trained, tmp_path, capsys, monkeypatch):
+def test_the_command_exports_a_checkpoint(trained, tmp_path, capsys):
     out = tmp_path / "defense.pt2"
-    monkeypatch.chdir(tmp_path)
     run("export", "--ckpt_path", trained, "--out", out, "--trainer.accelerator=cpu")
     printed = capsys.readouterr().out
     assert "Ensemble in " in printed and "33 test images differ by at most" in printed

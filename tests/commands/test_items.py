@@ -135,8 +135,7 @@ DOORS = {
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_a_checkpoint_with_code_is_refused_at_every_door(door, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_checkpoint_with_code_is_refused_at_every_door(door):
     Path("evil.ckpt").write_bytes(evil())
     with pytest.raises((ValueError, InputError, UnpicklingError)):
         DOORS[door]("evil.ckpt")
@@ -156,9 +155,8 @@ class FailsAt(Callback):
 
 
 def test_a_value_of_a_sweep_that_fails_is_named_and_the_others_are_measured(
-    content, tmp_path, monkeypatch, capsys
+    content, tmp_path, capsys
 ):
-    monkeypatch.chdir(tmp_path)
     saved(content, tmp_path / "a.ckpt", 1)
     plugged = [spec(f"{__name__}.FailsAt", number=2), robust_eval({"pgd": pgd(random_start=False)})]
     callbacks = [f"--trainer.callbacks+={json.dumps(one)}" for one in plugged]

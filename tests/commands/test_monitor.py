@@ -12,6 +12,7 @@ from contextlib import closing, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -59,14 +60,14 @@ EPOCHS = [f"epoch={i}-step={4 * (i + 1)}.ckpt" for i in range(4)]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Four epochs, a checkpoint of each, and last.ckpt, which has the weights of the fourth."""
+    """A folder of four epochs' checkpoints; last.ckpt has the weights of the fourth; suites."""
     torch.set_num_threads(1)  # a forked process hangs in a pool of threads that it has not
-    top = tmp_path_factory.mktemp("trained")
-    fit(top, **{"trainer__callbacks+": [spec("ModelCheckpoint", save_top_k=-1, save_last=True)]})
+    kept = spec("ModelCheckpoint", save_top_k=-1, save_last=True)
+    place = fit(tmp_path_factory.mktemp("trained"), **{"trainer__callbacks+": [kept]}).parent
     suite = [robust_eval({"apgd": pgd(random_start=False)}), robust_eval({"arc": arc()})]
     for i, callback in enumerate(suite):
-        (top / f"suite{i}.yaml").write_text(yaml.safe_dump(callback))
-    return top
+        (place / f"suite{i}.yaml").write_text(yaml.safe_dump(callback))
+    return place
 
 
 @pytest.fixture
@@ -78,13 +79,13 @@ def watched(trained, tmp_path):
 
 @pytest.fixture
 def put(trained, watched):
-    """Puts a checkpoint of the fit into the watched folder, under its name or another."""
+    """Puts checkpoints of the fit into the watched folder, under their names or another."""
 
-    def one(name, under=None):
-        source = trained / "run/version_0/checkpoints" / name
-        shutil.copy(source, watched / "checkpoints" / (under or name))
+    def some(*names, under=None):
+        for name in names:
+            shutil.copy(trained / name, watched / "checkpoints" / (under or name))
 
-    return one
+    return some
 
 
 def monitor(trained, watched, *args, suites=2) -> int:
@@ -135,7 +136,7 @@ def built(file, checkpoint):
 
 def by_hand(trained, path) -> dict[str, torch.Tensor]:
     """Each image's scores, by direct calls."""
-    defense, x, y = built(trained / "recipe.yaml", path)
+    defense, x, y = built(trained.parents[2] / "recipe.yaml", path)
     perturbed = {"clean": x, "apgd": ATTACKS[0](defense, x, y), "arc": ATTACKS[1](defense, x, y)}
     scores = {k: robust_accuracy(defense(v).detach(), y) for k, v in perturbed.items()}
     return scores | {"worst": torch.stack([*scores.values()]).amin(0)}
@@ -145,10 +146,10 @@ def by_hand(trained, path) -> dict[str, torch.Tensor]:
 def judged(trained, tmp_path_factory):
     """The folder of a monitor that alarmed of two checkpoints, and what it printed."""
     watched = tmp_path_factory.mktemp("judged") / "run"
-    place, source = watched / "checkpoints", trained / "run/version_0/checkpoints"
+    place = watched / "checkpoints"
     place.mkdir(parents=True)
     for name in (EPOCHS[0], EPOCHS[3], "last.ckpt"):
-        shutil.copy(source / name, place / name)
+        shutil.copy(trained / name, place / name)
     for step, name in ((20, "swapped.ckpt"), (24, "again.ckpt")):  # as bad as each other, unequal
         scale = 1 + step / 1000
         changed(place / EPOCHS[3], place / name, lambda k, v, s=scale: swapped(k, v) * s, step)
@@ -282,10 +283,8 @@ def test_weights_and_model_count_and_nothing_is_evaluated_twice(trained, watched
     put(EPOCHS[1])
     assert watch(trained, watched) == 0
     put(EPOCHS[1], under=f"copy_of_{EPOCHS[1]}")
-    first, second = (
-        top / "checkpoints" / EPOCHS[0] for top in (trained / "run/version_0", watched)
-    )
-    rewritten(first, second, lambda model: model["optimizer"].update(init_args={"lr": 0.02}))
+    slower = lambda model: model["optimizer"].update(init_args={"lr": 0.02})  # noqa: E731
+    rewritten(trained / EPOCHS[0], watched / "checkpoints" / EPOCHS[0], slower)
     assert watch(trained, watched, "--data.eval_batch_size=5") == 0
     found = [EPOCHS[1], EPOCHS[0]]
     assert evaluated(watched) == found
@@ -311,19 +310,15 @@ def noisy(alpha):
     return lambda model: model.update(defense=defense)
 
 
-def test_each_checkpoint_is_evaluated_by_the_model_of_its_own_recipe(
-    trained, watched, tmp_path, monkeypatch
-):
+def test_each_checkpoint_is_evaluated_by_the_model_of_its_own_recipe(trained, watched, tmp_path):
     """As `test` evaluates it; the same weights with another recipe are another checkpoint."""
-    monkeypatch.chdir(tmp_path)
     init = {"net": spec("tests.tiny.TinyNet", width=16), "attack": pgd(random_start=False)}
     noisy(0.01)(init)
     module = spec("lightning_rob.modules.AdversarialTraining", **init)
     place = watched / "checkpoints"
     shutil.copy(fit(tmp_path, model=module, trainer__max_epochs=2), place / "a.ckpt")
     rewritten(place / "a.ckpt", place / "b.ckpt", noisy(1.0))
-    assert watch(trained, watched) == 0
-    assert evaluated(watched) == ["a.ckpt", "b.ckpt"]
+    assert watch(trained, watched) == 0 and evaluated(watched) == ["a.ckpt", "b.ckpt"]
     found = [line for line in lines(watched) if line.get("name") in ("clean", "apgd")]
     for i, name in enumerate(("a.ckpt", "b.ckpt")):
         shutil.rmtree("logs", ignore_errors=True)
@@ -379,10 +374,10 @@ def test_following_it_finds_what_comes_and_what_is_overwritten(trained, watched,
     end = watched / "done"
 
     def same_weights_other_bytes():
-        changed(trained / "run/version_0/checkpoints" / EPOCHS[1], last, lambda _, v: v, step=9)
+        changed(trained / EPOCHS[1], last, lambda _, v: v, step=9)
 
     def half():
-        whole = (trained / "run/version_0/checkpoints" / EPOCHS[3]).read_bytes()
+        whole = (trained / EPOCHS[3]).read_bytes()
         (watched / "checkpoints" / EPOCHS[3]).write_bytes(whole[: len(whole) // 2])
 
     happens = [
@@ -400,8 +395,7 @@ def test_following_it_finds_what_comes_and_what_is_overwritten(trained, watched,
     assert not happens
     assert evaluated(watched) == ["last.ckpt", "last.ckpt", EPOCHS[3]]
     assert [line["step"] for line in events(watched, "evaluated")] == [4, 8, 16]
-    assert not events(watched, "broken")
-    assert not events(watched, "missed")
+    assert not events(watched, "broken") and not events(watched, "missed")
 
 
 def test_what_cannot_be_evaluated_is_named_and_the_rest_goes_on(
@@ -410,8 +404,7 @@ def test_what_cannot_be_evaluated_is_named_and_the_rest_goes_on(
     monkeypatch.setattr(folder, "SETTLE", 0.0)
     monkeypatch.setattr(loop.time, "sleep", lambda _: None)
     place = watched / "checkpoints"
-    for name in (EPOCHS[0], EPOCHS[1], EPOCHS[2]):
-        put(name)
+    put(*EPOCHS[:3])
     whole = (place / EPOCHS[1]).read_bytes()
     (place / EPOCHS[1]).write_bytes(whole[:900])
     (place / "page.ckpt").write_text("<!DOCTYPE html>")
@@ -419,16 +412,12 @@ def test_what_cannot_be_evaluated_is_named_and_the_rest_goes_on(
     flipped = bytearray((place / EPOCHS[2]).read_bytes())
     flipped[5000] ^= 4
     (place / EPOCHS[2]).write_bytes(flipped)
-    start = trained / "run/version_0/checkpoints" / EPOCHS[3]
+    start = trained / EPOCHS[3]
     changed(start, place / "narrow.ckpt", lambda k, v: v[:2] if "last" in k else v, step=30)
-    odd = f"{__name__}.Odd"
-    recipes = {
-        "unknown.ckpt": lambda model: model["net"].update(class_path="tests.tiny.NoSuchNet"),
-        "wide.ckpt": lambda model: model["net"]["init_args"].update(width=17),
-        "odd.ckpt": lambda model: model["net"].update(class_path=odd),
-    }
-    for name, change in recipes.items():
-        rewritten(start, place / name, change)
+    wide, odd = spec("tests.tiny.TinyNet", width=17), spec(f"{__name__}.Odd")
+    recipes = {"unknown.ckpt": spec("tests.tiny.NoSuchNet"), "wide.ckpt": wide, "odd.ckpt": odd}
+    for name, net in recipes.items():
+        rewritten(start, place / name, lambda model, net=net: model.update(net=net))
     changed(start, place / "nan.ckpt", lambda _, v: v * torch.nan if v.dim() else v, step=31)
     put("last.ckpt")
     with Receiver() as receiver:
@@ -437,19 +426,15 @@ def test_what_cannot_be_evaluated_is_named_and_the_rest_goes_on(
         receiver.shutdown()
     assert evaluated(watched) == [EPOCHS[0], "last.ckpt"]
     reasons = {Path(e["checkpoint"]).name: e["alarm"][0] for e in events(watched, "broken")}
-    names = {EPOCHS[1], EPOCHS[2], *recipes}
-    names |= {f"{name}.ckpt" for name in ("page", "keys", "narrow", "nan")}
-    assert set(reasons) == names
-    assert "NoSuchNet" in reasons["unknown.ckpt"]
-    assert "another architecture" in reasons["wide.ckpt"]
-    assert "HTML" in reasons["page.ckpt"]
-    assert "is damaged" in reasons[EPOCHS[2]]
-    assert "another architecture" in reasons["narrow.ckpt"]
-    assert "not finite" in reasons["nan.ckpt"]
-    assert "KeyError: 'odd'" in reasons["odd.ckpt"]
-    assert capsys.readouterr().err.count("lightning-rob: alarm:") == len(names) == 9
+    other = "another architecture"
+    said = {"unknown": "NoSuchNet", "wide": other, "narrow": other, "page": "HTML", "keys": ""}
+    said |= {"nan": "not finite", "odd": "KeyError: 'odd'", EPOCHS[1][:-5]: ""}
+    said[EPOCHS[2][:-5]] = "is damaged"
+    assert reasons.keys() == {f"{name}.ckpt" for name in said}
+    assert all(text in reasons[f"{name}.ckpt"] for name, text in said.items())
+    assert capsys.readouterr().err.count("lightning-rob: alarm:") == len(said) == 9
     posts = [post["checkpoint"] for post in receiver.posts if post["kind"] == "alarm"]
-    assert sorted(posts) == sorted(f"checkpoints/{name}" for name in names)
+    assert sorted(posts) == sorted(f"checkpoints/{name}" for name in reasons)
     before = lines(watched)
     assert monitor(trained, watched, "--once") == 0
     assert [line["event"] for line in lines(watched)[len(before) :]] == ["ended"]
@@ -458,8 +443,7 @@ def test_what_cannot_be_evaluated_is_named_and_the_rest_goes_on(
 def test_one_that_goes_before_its_turn_is_named_as_missed(
     trained, watched, put, monkeypatch, capsys
 ):
-    for name in EPOCHS[:3]:
-        put(name)
+    put(*EPOCHS[:3])
     evaluate = Suite.evaluate
 
     def and_delete(suite, meanwhile):
@@ -496,13 +480,11 @@ def test_attacks_that_had_no_gradient_ring(trained, watched, put):
 
 
 def test_killed_at_any_write_it_evaluates_none_twice_and_misses_none(trained, watched, put):
-    for name in EPOCHS[:2]:
-        put(name)
+    put(*EPOCHS[:2])
     append = history.append_whole
-    kills = 0
 
     def dying(at, part):
-        """Append, until the so-manieth time, when only a part gets to the disk."""
+        """Append whole lines `at` times; then only a part gets to the disk."""
         count = iter(range(at))
 
         def killed(file, content):
@@ -514,15 +496,10 @@ def test_killed_at_any_write_it_evaluates_none_twice_and_misses_none(trained, wa
         return killed
 
     for at, part in ((1, 0.5), (1, 0.9), (0, 1.0), (0, 0.4), (0, 1.0)):
-        history.append_whole = dying(at, part)
-        try:
+        with patch.object(history, "append_whole", dying(at, part)):
             child = forked(lambda: monitor(trained, watched, "--once"))
-        finally:
-            history.append_whole = append
-        kills += code_of(child) == -signal.SIGKILL
-    assert kills == 5
-    assert monitor(trained, watched, "--once") == 0
-    assert evaluated(watched) == EPOCHS[:2]
+        assert code_of(child) == -signal.SIGKILL
+    assert monitor(trained, watched, "--once") == 0 and evaluated(watched) == EPOCHS[:2]
     shutil.copytree(watched / "checkpoints", watched.parent / "whole/checkpoints")
     assert monitor(trained, watched.parent / "whole", "--once") == 0
     figures = [
@@ -547,8 +524,7 @@ def test_a_full_disk_ends_it_with_2_and_the_next_start_goes_on(trained, watched,
     assert code_of(forked(limited)) == 2
     (seen,) = map(json.loads, record.read_bytes().removeprefix(before).splitlines())
     assert seen["event"] == "seen"
-    assert watch(trained, watched) == 0
-    assert evaluated(watched) == EPOCHS[:2]
+    assert watch(trained, watched) == 0 and evaluated(watched) == EPOCHS[:2]
 
 
 def test_ctrl_c_ends_it_with_130_and_a_second_monitor_is_refused(trained, watched, put, capsys):
@@ -563,14 +539,13 @@ def test_ctrl_c_ends_it_with_130_and_a_second_monitor_is_refused(trained, watche
     assert "another monitor writes to" in capsys.readouterr().err
     os.kill(child, signal.SIGINT)
     assert code_of(child) == 130
-    assert monitor(trained, watched, "--once") == 0
-    assert evaluated(watched) == [EPOCHS[0]]
+    assert monitor(trained, watched, "--once") == 0 and evaluated(watched) == [EPOCHS[0]]
 
 
 def test_a_suite_of_its_own_where_none_is_given(trained, watched, put):
     put(EPOCHS[3])
     # What a fit has saved has a `ckpt_path`, here that of another run.
-    saved = yaml.safe_load((trained / "run/version_0/config.yaml").read_text())
+    saved = yaml.safe_load((trained.parent / "config.yaml").read_text())
     (watched / "config.yaml").write_text(yaml.safe_dump(saved | {"ckpt_path": "gone.ckpt"}))
     options = ("--config", watched / "config.yaml", "--trainer.logger=false")
     run("monitor", watched, "--once", "--trainer.accelerator=cpu", "--data.test_size=8", *options)
@@ -622,8 +597,7 @@ def test_the_report_shows_the_curve(judged):
 
 
 def test_a_part_of_the_defense_is_named_and_a_logger_gets_the_figures(trained, watched, put):
-    for name in EPOCHS[:2]:
-        put(name)
+    put(*EPOCHS[:2])
     part = robust_eval({"member": pgd()}, target="lightning_rob.defenses.first_member")
     (watched / "part.yaml").write_text(yaml.safe_dump(part))
     logger = spec("CSVLogger", save_dir=str(watched), name="csv")
@@ -673,8 +647,7 @@ def test_a_logger_that_hangs_takes_a_tenth_of_the_time_and_loses_no_figure(tmp_p
         rows = list(csv.DictReader(file.read_text().splitlines()))
         assert [row["step"] for row in rows] == list("12345678")
     error = capsys.readouterr().err
-    assert error.count("figures could not be logged") == 1
-    assert "hidden" not in error
+    assert error.count("figures could not be logged") == 1 and "hidden" not in error
 
 
 BAD = {
@@ -696,8 +669,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("reason", BAD)
-def test_bad_input_gets_one_line(reason, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_bad_input_gets_one_line(reason, tmp_path, capsys):
     (tmp_path / "file").touch()
     assert exit_code("monitor", *BAD[reason]) == 2
     error = capsys.readouterr().err
@@ -712,8 +684,7 @@ def test_a_single_file_is_compared_in_the_order_of_deployment(trained, watched, 
     good = path.read_bytes()
     home = watched / "checkpoints/production_monitor"
     assert watch(trained, path, "--drop=significant") == 0
-    source = trained / "run/version_0/checkpoints" / EPOCHS[3]
-    changed(source, path, swapped, step=2)
+    changed(trained / EPOCHS[3], path, swapped, step=2)
     put(EPOCHS[0])  # it is not looked at
     assert watch(trained, path, "--drop=significant") == 1
     path.write_bytes(good)

@@ -38,14 +38,15 @@ def bucket(monkeypatch):
 
 @pytest.fixture
 def put(trained, bucket):
-    """Puts a checkpoint of the fit into the bucket."""
+    """Puts checkpoints of the fit into the bucket."""
 
-    def one(name, under=None):
-        source = trained / "run/version_0/checkpoints" / name
-        bucket.pipe_file(f"{ROOT}/checkpoints/{under or name}", source.read_bytes())
-        time.sleep(1e-3)  # another time of change
+    def some(*names, under=None):
+        for name in names:
+            content = (trained / name).read_bytes()
+            bucket.pipe_file(f"{ROOT}/checkpoints/{under or name}", content)
+            time.sleep(1e-3)  # another time of change
 
-    return one
+    return some
 
 
 def figures(home):
@@ -61,18 +62,14 @@ def test_a_bucket_gives_the_figures_of_a_folder_and_nothing_is_fetched_twice(
     trained, bucket, put, tmp_path
 ):
     local = tmp_path / "local"
-    shutil.copytree(trained / "run/version_0/checkpoints", local / "checkpoints")
-    for name in EPOCHS[2:]:
-        (local / "checkpoints" / name).unlink()
-    for name in (*EPOCHS[:2], "last.ckpt"):
-        put(name)
+    shutil.copytree(trained, local / "checkpoints", ignore=lambda *_: EPOCHS[2:])
+    put(*EPOCHS[:2], "last.ckpt")
     home = tmp_path / "home"
     (tmp_path / "done").touch()
     assert monitor(trained, local, "--once") == 0
     options = ("--until", tmp_path / "done", "--out", home)
     assert monitor(trained, URL, *options) == 0
-    assert figures(home) == figures(local)
-    assert compared(home) == compared(local)
+    assert figures(home) == figures(local) and compared(home) == compared(local)
     assert evaluated(home) == [*EPOCHS[:2], "last.ckpt"]
     assert sorted(n for n in bucket.fetched if n.endswith("t")) == [*EPOCHS[:2], "last.ckpt"]
     assert not (home / "monitor_cache").exists()
@@ -115,10 +112,9 @@ def test_a_bucket_that_refuses_is_reported_once_and_read_again(
 
 
 def test_a_single_object_that_is_replaced(trained, bucket, tmp_path):
-    source = trained / "run/version_0/checkpoints" / EPOCHS[3]
-    changed(source, tmp_path / "worse.ckpt", swapped, step=2)
+    changed(trained / EPOCHS[3], tmp_path / "worse.ckpt", swapped, step=2)
     home, url = tmp_path / "home", "memory://bucket/production.ckpt"
-    for path, code in ((source, 0), (tmp_path / "worse.ckpt", 1)):
+    for path, code in ((trained / EPOCHS[3], 0), (tmp_path / "worse.ckpt", 1)):
         bucket.pipe_file("/bucket/production.ckpt", path.read_bytes())
         assert watch(trained, url, "--out", home, "--drop=significant") == code
         time.sleep(1e-3)
@@ -171,27 +167,20 @@ def test_an_object_that_is_replaced_while_it_is_fetched_is_fetched_again(
     assert not scanned.source.cache.exists()
 
 
-def refuse(monkeypatch, *names):
-    """Let some objects be listed, but not fetched; return the set of their names."""
-    refused, get_file = set(names), MemoryFileSystem.get_file
-
-    def one(self, path, *args, **options):
-        if Path(path).name in refused:
-            raise PermissionError("Access Denied")
-        return get_file(self, path, *args, **options)
-
-    monkeypatch.setattr(MemoryFileSystem, "get_file", one)
-    return refused
-
-
 def test_an_object_that_cannot_be_fetched_blocks_no_other_and_is_taken_later(
     trained, bucket, put, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(folder, "SETTLE", 0.0)
     home = tmp_path / "home"
-    for name in EPOCHS[:2]:
-        put(name)
-    refused = refuse(monkeypatch, EPOCHS[1])
+    put(*EPOCHS[:2])
+    refused, get_file = {EPOCHS[1]}, MemoryFileSystem.get_file
+
+    def refusing(self, path, *args, **options):
+        if Path(path).name in refused:
+            raise PermissionError("Access Denied")
+        return get_file(self, path, *args, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "get_file", refusing)
     assert watch(trained, URL, "--out", home, "--every=0.01") == 1
     assert evaluated(home) == EPOCHS[:1]
     (broken,) = events(home, "broken")
@@ -199,8 +188,7 @@ def test_an_object_that_cannot_be_fetched_blocks_no_other_and_is_taken_later(
     assert watch(trained, URL, "--out", home, "--every=0.01") == 0
     assert len(events(home, "broken")) == 1
     refused.clear()
-    assert watch(trained, URL, "--out", home) == 0
-    assert evaluated(home) == EPOCHS[:2]
+    assert watch(trained, URL, "--out", home) == 0 and evaluated(home) == EPOCHS[:2]
     assert not events(home, "missed")
     refused.update(EPOCHS)
     shutil.rmtree(home / "monitor_scores")
@@ -219,10 +207,9 @@ def test_an_alias_that_moves_is_a_new_checkpoint(trained, tmp_path, monkeypatch)
     client = mlflow.MlflowClient()
     run = client.create_run(client.create_experiment("e")).info.run_id
     client.create_registered_model("net")
-    source = trained / "run/version_0/checkpoints"
-    changed(source / EPOCHS[3], tmp_path / "worse.ckpt", swapped, step=2)
+    changed(trained / EPOCHS[3], tmp_path / "worse.ckpt", swapped, step=2)
     (tmp_path / "model.pth").touch()
-    for path in (source / EPOCHS[3], tmp_path / "worse.ckpt", tmp_path / "model.pth"):
+    for path in (trained / EPOCHS[3], tmp_path / "worse.ckpt", tmp_path / "model.pth"):
         client.log_artifact(run, str(path), f"model/{path.stem}")
         client.create_model_version("net", f"runs:/{run}/model/{path.stem}", run)
     home = tmp_path / "home"

@@ -36,6 +36,7 @@ class DiesOnce(Callback):
 
 
 def swept(folder, checkpoint, *args):
+    folder.mkdir()
     dies = spec(f"{__name__}.DiesOnce", mark=str(folder / "mark"))
     plugged = [robust_eval({"apgd": pgd()}), dies]
     options = [f"--trainer.callbacks+={json.dumps(one)}" for one in plugged]
@@ -46,10 +47,7 @@ def swept(folder, checkpoint, *args):
 
 
 def test_a_sweep_by_two_workers_of_which_one_is_killed(trained, tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
     alone = swept(tmp_path / "one", trained)
     monkeypatch.setenv("MAY_DIE", "1")
     monkeypatch.setattr(spread, "run_child", forked_child)
@@ -57,8 +55,7 @@ def test_a_sweep_by_two_workers_of_which_one_is_killed(trained, tmp_path, monkey
     assert swept(tmp_path / "two", trained, "--workers=2") == alone
     out = capfd.readouterr().out
     assert out.count("(recorded)") == 4  # all by the workers: the killed one ran again
-    assert (tmp_path / "two/mark").exists()
-    assert (tmp_path / "two/out/sweep.png").exists()
+    assert (tmp_path / "two/mark").exists() and (tmp_path / "two/out/sweep.png").exists()
 
 
 def test_parts_are_all_of_the_work():
@@ -77,7 +74,6 @@ def test_two_seeds_and_their_mean(tmp_path, monkeypatch, capfd):
     """The first in a process of its own; the second here, where nothing has to be imported."""
     ways = [forked_child, lambda command: (exit_code(*command[3:]), "")]
     monkeypatch.setattr(seeds, "run_child", lambda command: ways.pop(0)(command))
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
     recipe(tmp_path, **{"trainer__callbacks+": [KEPT, robust_eval({"apgd": pgd()})]})
     line = ["fit", "--seeds", "0,1", "--config", "recipe.yaml", "--allow-import", "tests"]
@@ -147,7 +143,6 @@ def test_a_run_without_a_record_is_not_tested(tmp_path):
 
 def test_a_changed_recipe_is_another_experiment(tmp_path, monkeypatch):
     folders = []
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(seeds, "_trained", lambda folder, *_: folders.append(folder) or True)
     for text in ("a: 1", "a: 2"):
         (tmp_path / "my recipe.yaml").write_text(text)
@@ -158,10 +153,7 @@ def test_a_changed_recipe_is_another_experiment(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_sweep_on_ray(trained, tmp_path, monkeypatch):
     pytest.importorskip("ray")
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
     alone = swept(tmp_path / "one", trained)
     monkeypatch.setenv("MAY_DIE", "1")
     assert swept(tmp_path / "two", trained, "--ray=2") == alone

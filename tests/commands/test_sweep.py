@@ -212,8 +212,7 @@ def test_table_figure_and_the_best_value(swept):
         f"clean there: {100 * found['clean', best]:.1f} %, "
         f"arc there: {100 * found['arc', best]:.1f} %"
     )
-    assert sentence in printed
-    assert "Sweep over probability" in printed
+    assert sentence in printed and "Sweep over probability" in printed
     assert (folder / "sweep.png").stat().st_size > 10_000
     assert (folder / "sweep.md").read_text().count("\n|") >= 4  # heads, line and values
 
