@@ -1,5 +1,6 @@
 """Small things that several tests need: a net, a recipe, a run from the command line."""
 
+import json
 import os
 import signal
 import subprocess
@@ -124,6 +125,11 @@ def arc(**options) -> dict:
 
 def robust_eval(attacks: dict, **options) -> dict:
     return spec("lightning_rob.callbacks.RobustEval", attacks=attacks, **options)
+
+
+def plugged(*callbacks: dict) -> list[str]:
+    """The options that add callbacks."""
+    return [f"--trainer.callbacks+={json.dumps(callback)}" for callback in callbacks]
 
 
 def recipe(folder: Path, **overrides) -> Path:

@@ -241,9 +241,6 @@ def test_bad_inputs():
         evaluated(RobustEval(ATTACKS, unpack=lambda b: (b["image"], b["label"])), loaders=loader)
     with pytest.raises(ValueError, match="preprocess is for plain networks, got Ensemble"):
         evaluate(Ensemble([TinyNet()]), ATTACKS, [DATA[:4]], preprocess=normalized)
-
-
-def test_another_preprocessing_in_the_same_run_is_refused():
     callbacks = RobustEval(ATTACKS), RobustEval(ATTACKS, preprocess=normalized)
     with pytest.raises(ValueError, match="need the same unpack, preprocess and"):
         trainer(*callbacks).test(Classifier(), DataLoader(DATA, 7), verbose=False)

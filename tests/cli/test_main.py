@@ -1,6 +1,5 @@
 """The command line as a user meets it."""
 
-import json
 import re
 
 import pytest
@@ -16,6 +15,7 @@ from tests.tiny import (
     fit,
     lines_of,
     pgd,
+    plugged,
     recipe,
     records,
     robust_eval,
@@ -55,9 +55,9 @@ def test_the_report_shows_the_run(trained, tmp_path):
 
 def test_the_checkpoint_alone_rebuilds_the_ensemble(trained, tmp_path, capsys):
     after_fit = [r for r in records(trained) if r["stage"] == "test"]
-    plugin = f"--trainer.callbacks+={json.dumps(robust_eval({'apgd': pgd(), 'arc': arc()}))}"
-    options = (plugin, "--trainer.logger=true", "--trainer.accelerator=cpu")
-    run("test", "--ckpt_path", trained / CKPT, *options)
+    plugin = plugged(robust_eval({"apgd": pgd(), "arc": arc()}))
+    options = ("--trainer.logger=true", "--trainer.accelerator=cpu")
+    run("test", "--ckpt_path", trained / CKPT, *plugin, *options)
     again = lines_of(next(tmp_path.rglob("robust.jsonl")))
     assert [r["accuracy"] for r in again] == [r["accuracy"] for r in after_fit]
     assert "worst" in capsys.readouterr().out

@@ -9,7 +9,6 @@ from pickle import UnpicklingError
 import pytest
 import torch
 import yaml
-from lightning.pytorch import Callback
 from torch import nn
 
 import lightning_rob
@@ -26,7 +25,7 @@ from lightning_rob.nets.weights import read_file
 from lightning_rob.runtime.errors import InputError, visible
 from lightning_rob.threat import Threat
 from tests.cli.hostile import CANARY, evil
-from tests.tiny import exit_code, lines_of, pgd, robust_eval, spec
+from tests.tiny import exit_code, lines_of, pgd, plugged, robust_eval, spec
 
 CALLS = []
 
@@ -142,24 +141,12 @@ def test_a_checkpoint_with_code_is_refused_at_every_door(door):
     assert not Path(CANARY).exists()
 
 
-class FailsAt(Callback):
-    """Fails at the start of the test of this number."""
-
-    def __init__(self, number: int) -> None:
-        self.left = number
-
-    def on_test_start(self, *_) -> None:
-        self.left -= 1
-        if not self.left:
-            raise LookupError("odd")
-
-
 def test_a_value_of_a_sweep_that_fails_is_named_and_the_others_are_measured(
     content, tmp_path, capsys
 ):
     saved(content, tmp_path / "a.ckpt", 1)
-    plugged = [spec(f"{__name__}.FailsAt", number=2), robust_eval({"pgd": pgd(random_start=False)})]
-    callbacks = [f"--trainer.callbacks+={json.dumps(one)}" for one in plugged]
+    fails = spec("tests.commands.test_sweep.AtTest", number=2, fails=True)
+    callbacks = plugged(fails, robust_eval({"pgd": pgd(random_start=False)}))
     options = ("--over=eps", "--values=1/255,2/255,4/255", "--out=swept", *callbacks)
     assert exit_code("sweep", "--ckpt_path=a.ckpt", "--trainer.accelerator=cpu", *options) == 1
     out, err = capsys.readouterr()

@@ -1,6 +1,5 @@
 """A defense as a folder for the hub: the same logits, and the accuracies of exactly its weights."""
 
-import json
 import shutil
 from importlib.metadata import version
 from pathlib import Path
@@ -13,7 +12,7 @@ from huggingface_hub import constants
 import lightning_rob
 from lightning_rob.recipes.trust import VARIABLE
 from lightning_rob.runtime.errors import InputError
-from tests.tiny import ROOT, blobs, lines_of, pgd, recipe, refused, robust_eval, run
+from tests.tiny import ROOT, blobs, lines_of, pgd, plugged, recipe, refused, robust_eval, run
 
 MONITOR = {"model__init_args__monitor": "val/robust/apgd"}
 
@@ -29,9 +28,8 @@ def exported(tmp_path_factory):
         patch.chdir(folder)
         run("fit", "--config", recipe(folder, **MONITOR))
         (checkpoint,) = folder.rglob("checkpoints/*.ckpt")
-        test = json.dumps(robust_eval({"apgd": pgd()}))
         cpu = "--trainer.accelerator=cpu"
-        run("test", "--ckpt_path", checkpoint, "--trainer.callbacks+", test, cpu)
+        run("test", "--ckpt_path", checkpoint, *plugged(robust_eval({"apgd": pgd()})), cpu)
         out = ["--format", "safetensors", "--out", "model"]
         run("export", "--ckpt_path", checkpoint, *out, cpu)
         records = lines_of(Path("logs/version_0/robust.jsonl"))
@@ -114,9 +112,8 @@ def test_accuracies_of_other_weights_are_left_out(exported, tmp_path, monkeypatc
 
 
 def test_commands_read_the_folder(exported):
-    test = json.dumps(robust_eval({"apgd": pgd()}))
     options = ["--data=tests.tiny.Blobs", "--trainer.accelerator=cpu"]
-    run("test", "--ckpt_path", exported[0], *options, "--trainer.callbacks+", test)
+    run("test", "--ckpt_path", exported[0], *options, *plugged(robust_eval({"apgd": pgd()})))
     lines = lines_of(Path("logs/version_0/robust.jsonl"))
     found = {record["name"]: record["accuracy"] for record in lines}
     assert found == {record["name"]: record["accuracy"] for record in exported[2]}

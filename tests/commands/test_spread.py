@@ -17,7 +17,19 @@ from lightning_rob.cli.seeds import SeedsConfig
 from lightning_rob.commands.sweep import SweepConfig
 from lightning_rob.runtime import spread
 from tests.forked import forked_child
-from tests.tiny import KEPT, ROOT, exit_code, lines_of, pgd, recipe, refused, robust_eval, run, spec
+from tests.tiny import (
+    KEPT,
+    ROOT,
+    exit_code,
+    lines_of,
+    pgd,
+    plugged,
+    recipe,
+    refused,
+    robust_eval,
+    run,
+    spec,
+)
 
 PYTHONPATH = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 VALUES = "--values=0.01,0.02,0.03,0.04"
@@ -38,8 +50,7 @@ class DiesOnce(Callback):
 def swept(folder, checkpoint, *args):
     folder.mkdir()
     dies = spec(f"{__name__}.DiesOnce", mark=str(folder / "mark"))
-    plugged = [robust_eval({"apgd": pgd()}), dies]
-    options = [f"--trainer.callbacks+={json.dumps(one)}" for one in plugged]
+    options = plugged(robust_eval({"apgd": pgd()}), dies)
     args = [VALUES, f"--out={folder / 'out'}", *options, *args, "--allow-import=tests"]
     run("sweep", checkpoint, "--over=eps", *args)
     kept = ("name", "value", "accuracy", "interval", "n")

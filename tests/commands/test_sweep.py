@@ -9,7 +9,6 @@ from io import StringIO
 
 import pytest
 import torch
-import yaml
 from lightning.pytorch import Callback
 
 from lightning_rob.attacks import ARC, PGD
@@ -25,7 +24,7 @@ from lightning_rob.runtime.identity import fingerprint
 from lightning_rob.threat import Threat
 from tests.commands.test_monitor import built
 from tests.forked import forked
-from tests.tiny import TinyNet, arc, fit, lines_of, pgd, refused, robust_eval, run, spec
+from tests.tiny import TinyNet, arc, fit, lines_of, pgd, plugged, refused, robust_eval, run, spec
 
 THREAT = Threat("linf", 16 / 255)
 APGD = PGD(THREAT, 3, 8 / 255, random_start=False)
@@ -36,14 +35,16 @@ ALONE = robust_eval({"alone": PLAIN}, target="lightning_rob.defenses.first_membe
 CALLBACKS = [robust_eval({"apgd": PLAIN, "arc": arc()}), ALONE]
 
 
-class KillAtTest(Callback):
-    """Sends SIGKILL to its own process at the start of the test of this number."""
+class AtTest(Callback):
+    """Kills its process, or fails, at the start of the test of this number."""
 
-    def __init__(self, number: int) -> None:
-        self.left = number
+    def __init__(self, number: int, fails: bool = False) -> None:
+        self.left, self.fails = number, fails
 
     def on_test_start(self, *_) -> None:
         self.left -= 1
+        if not self.left and self.fails:
+            raise LookupError("odd")
         if not self.left:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -55,14 +56,9 @@ def trained(tmp_path_factory):
     return fit(tmp_path_factory.mktemp("trained"), trainer__max_epochs=6, **options)
 
 
-def plugged(callbacks):
-    text = [yaml.safe_dump(c, default_flow_style=True, width=10**6) for c in callbacks]
-    return [f"--trainer.callbacks+={c}" for c in text]
-
-
 def sweep(trained, out, over, values, *args, callbacks=CALLBACKS):
     where = ["--ckpt_path", trained, "--trainer.accelerator=cpu", "--out", out]
-    run("sweep", *where, "--over", over, "--values", values, *plugged(callbacks), *args)
+    run("sweep", *where, "--over", over, "--values", values, *plugged(*callbacks), *args)
     return lines(out)
 
 
@@ -161,15 +157,15 @@ def test_figures_are_those_of_direct_calls(over, swept, loaded):
 
 
 def test_killed_and_run_again_it_ends_with_the_same_table(trained, swept, tmp_path, capsys):
-    kill = spec("tests.commands.test_sweep.KillAtTest", number=2)
+    kill = spec("tests.commands.test_sweep.AtTest", number=2)
     where = ["--ckpt_path", trained, "--trainer.accelerator=cpu", "--out", tmp_path]
     where += ["--over", "steps", "--values", CASES["steps"][0]]
-    killed = forked("sweep", *where, *plugged([*CALLBACKS, kill]))
+    killed = forked("sweep", *where, *plugged(*CALLBACKS, kill))
     assert killed.returncode == -signal.SIGKILL
     assert {r["value"] for r in lines(tmp_path)} == {1}
     with (tmp_path / "sweep.jsonl").open("a") as file:
         file.write('{"name": "apgd", "variable": "steps", "val')  # a crash while writing
-    run("sweep", *where, *plugged(CALLBACKS))
+    run("sweep", *where, *plugged(*CALLBACKS))
     shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
     assert ["(recorded)" in line for line in shown] == [True, False]
     _, records, _ = swept("steps")
@@ -264,6 +260,6 @@ def test_bad_input_gets_one_line_before_anything_runs(trained, tmp_path, capsys)
         ([*checkpoint, *neighbours], alone, "has neighbours to sweep over: add callbacks/arc.yaml"),
         (neighbours, CALLBACKS, "say what to run"),
     ):
-        line = refused(capsys, "sweep", "--out", tmp_path, *args, *plugged(callbacks))
+        line = refused(capsys, "sweep", "--out", tmp_path, *args, *plugged(*callbacks))
         assert message in line and len(line) < 400
         assert not (tmp_path / "sweep.jsonl").exists()
