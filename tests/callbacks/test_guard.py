@@ -90,9 +90,7 @@ STOPS = [  # module, callbacks, batches of a step, message, last checkpoint
 
 
 @pytest.mark.parametrize(("module", "callbacks", "batches", "message", "last"), STOPS)
-def test_values_that_are_not_finite_stop_the_run(
-    tmp_path, module, callbacks, batches, message, last
-):
+def test_non_finite_values_stop_the_run(tmp_path, module, callbacks, batches, message, last):
     """Before the step, so that no checkpoint has them."""
     with pytest.raises(Fault, match=message):
         fit(tmp_path, *callbacks, module=module, accumulate_grad_batches=batches)

@@ -82,9 +82,7 @@ def gate(tmp_path, old, new, *args) -> int:
         (7, 0, 1),  # any significant fall
     ],
 )
-def test_the_gate_fails_on_a_fall_that_is_significant_and_large(
-    tmp_path, lost, limit, code, capsys
-):
+def test_the_gate_fails_on_a_significant_large_fall(tmp_path, lost, limit, code, capsys):
     new = "0" * lost + "1" * (100 - lost)
     file = tmp_path / "x.md"
     assert gate(tmp_path, "1" * 100, new, "--fail-if-worse", limit, "--markdown", file) == code

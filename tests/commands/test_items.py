@@ -141,9 +141,7 @@ def test_a_checkpoint_with_code_is_refused_at_every_door(door):
     assert not Path(CANARY).exists()
 
 
-def test_a_value_of_a_sweep_that_fails_is_named_and_the_others_are_measured(
-    content, tmp_path, capsys
-):
+def test_a_failed_value_of_a_sweep_is_named(content, tmp_path, capsys):
     saved(content, tmp_path / "a.ckpt", 1)
     fails = spec("tests.commands.test_sweep.AtTest", number=2, fails=True)
     callbacks = plugged(fails, robust_eval({"pgd": pgd(random_start=False)}))

@@ -75,23 +75,28 @@ def test_the_table(board, capsys):
     assert "Without a rank" in page and "<script>" in page
 
 
-def test_a_submission_is_ranked_beside_a_published_leaderboard(board, tmp_path, capsys):
+@pytest.fixture
+def content(board):
+    """What the board publishes."""
+    return json.loads((board / "leaderboard.json").read_text())
+
+
+def test_a_submission_is_ranked_beside_published_ones(board, content, tmp_path, capsys):
     """By its scores alone: the others' models are elsewhere."""
-    whole = told(board)
     shutil.copytree(board, tmp_path / "theirs", ignore=shutil.ignore_patterns("BAT_1"))
     told(tmp_path / "theirs")
     mine, theirs = tmp_path / "mine", tmp_path / "theirs/leaderboard.json"
     for name in ("BAT_1", "Smoothed"):
         shutil.copytree(board / name, mine / name)
     capsys.readouterr()
-    content = told(mine, f"--beside={theirs}")
-    assert content["norms"] == whole["norms"]
+    found = told(mine, f"--beside={theirs}")
+    assert found["norms"] == content["norms"]
     assert "Smoothed with the seed of Smoothed (published)" in capsys.readouterr().out
     tau = [re.search("tau.*", (f / "leaderboard.md").read_text()) for f in (board, mine)]
     assert str(tau[0]) == str(tau[1])  # trainings are paired as in one folder
-    assert {one["folder"] for one in content["submissions"]} == {"BAT_0", "BAT_1", "Smoothed"}
+    assert {one["folder"] for one in found["submissions"]} == {"BAT_0", "BAT_1", "Smoothed"}
     again = told(mine, f"--beside={mine / 'leaderboard.json'}")  # with those that it has itself
-    assert again["norms"] == whole["norms"]
+    assert again["norms"] == content["norms"]
 
 
 def published(content, board, tmp_path):
@@ -112,16 +117,14 @@ def published(content, board, tmp_path):
         (lambda c: c["protocol"].update(images=20.5), "images must be a whole number, got 20.5"),
     ],
 )
-def test_another_file_beside_is_one_line(change, said, board, tmp_path, capsys):
-    content = told(board)
+def test_another_file_beside_is_one_line(change, said, board, content, tmp_path, capsys):
     change(content)
     args = published(content, board, tmp_path)
     (tmp_path / "mine/protocol.yaml").unlink()
     assert said in refused(capsys, "leaderboard", *args, "--allow-import=tests")
 
 
-def test_odd_published_scores_stop_no_others(board, tmp_path, capsys):
-    content = told(board)
+def test_odd_published_scores_stop_no_others(board, content, tmp_path, capsys):
     changes = [
         lambda one: one["scores"].pop("weights"),
         lambda one: one["scores"].update(weights=[1]),
@@ -137,8 +140,7 @@ def test_odd_published_scores_stop_no_others(board, tmp_path, capsys):
     assert "BAT_1: TypeError: " in out
 
 
-def test_published_scores_of_another_protocol_have_no_rank(board, tmp_path, capsys):
-    content = told(board)
+def test_published_scores_of_another_protocol_have_no_rank(board, content, tmp_path, capsys):
     content["protocol"]["passes"] = 7
     found = told(*published(content, board, tmp_path))
     assert [one["folder"] for one in found["submissions"]] == ["BAT_1"]
@@ -230,7 +232,7 @@ def test_no_submission_stops_the_others(folder, capsys):
     assert "<script>alert" not in (folder / "leaderboard.md").read_text()
 
 
-def test_a_check_passes_the_true_and_finds_what_is_cut_out_or_forged(folder, capsys):
+def test_a_check_finds_what_is_cut_or_forged(folder, capsys):
     """Without noise the same images fall again: each is seen, not their mean alone."""
     forge(folder / "Sees", lambda s: [one.update(findings=[]) for one in s["norms"].values()])
 

@@ -398,9 +398,7 @@ def test_following_it_finds_what_comes_and_what_is_overwritten(trained, watched,
     assert not events(watched, "broken") and not events(watched, "missed")
 
 
-def test_what_cannot_be_evaluated_is_named_and_the_rest_goes_on(
-    trained, watched, put, monkeypatch, capsys
-):
+def test_broken_checkpoints_stop_no_others(trained, watched, put, monkeypatch, capsys):
     monkeypatch.setattr(folder, "SETTLE", 0.0)
     monkeypatch.setattr(loop.time, "sleep", lambda _: None)
     place = watched / "checkpoints"
@@ -440,9 +438,7 @@ def test_what_cannot_be_evaluated_is_named_and_the_rest_goes_on(
     assert [line["event"] for line in lines(watched)[len(before) :]] == ["ended"]
 
 
-def test_one_that_goes_before_its_turn_is_named_as_missed(
-    trained, watched, put, monkeypatch, capsys
-):
+def test_one_that_goes_too_early_is_missed(trained, watched, put, monkeypatch, capsys):
     put(*EPOCHS[:3])
     evaluate = Suite.evaluate
 

@@ -58,9 +58,7 @@ def compared(home):
     return {e["step"]: [e.get("change"), e.get("drops")] for e in events(home, "evaluated")}
 
 
-def test_a_bucket_gives_the_figures_of_a_folder_and_nothing_is_fetched_twice(
-    trained, bucket, put, tmp_path
-):
+def test_a_bucket_gives_the_figures_of_a_folder(trained, bucket, put, tmp_path):
     local = tmp_path / "local"
     shutil.copytree(trained, local / "checkpoints", ignore=lambda *_: EPOCHS[2:])
     put(*EPOCHS[:2], "last.ckpt")
@@ -79,9 +77,7 @@ def test_a_bucket_gives_the_figures_of_a_folder_and_nothing_is_fetched_twice(
     assert len(evaluated(home)) == 3
 
 
-def test_a_bucket_that_refuses_is_reported_once_and_read_again(
-    trained, bucket, put, tmp_path, monkeypatch, capsys
-):
+def test_a_bucket_that_refuses_is_read_again(trained, bucket, put, tmp_path, monkeypatch, capsys):
     find, home, refusal = MemoryFileSystem.find, tmp_path / "home", []
 
     def refusing(self, *args, **options):
@@ -148,9 +144,7 @@ def test_a_damaged_object_is_not_fetched_again(bucket, put, scanned, monkeypatch
     assert list(scanned.found) == [f"checkpoints/{EPOCHS[0]}"]
 
 
-def test_an_object_that_is_replaced_while_it_is_fetched_is_fetched_again(
-    bucket, put, scanned, monkeypatch
-):
+def test_an_object_replaced_during_its_fetch_comes_again(bucket, put, scanned, monkeypatch):
     put(EPOCHS[0], under="last.ckpt")
     get_file = MemoryFileSystem.get_file
 
@@ -167,9 +161,7 @@ def test_an_object_that_is_replaced_while_it_is_fetched_is_fetched_again(
     assert not scanned.source.cache.exists()
 
 
-def test_an_object_that_cannot_be_fetched_blocks_no_other_and_is_taken_later(
-    trained, bucket, put, tmp_path, monkeypatch, capsys
-):
+def test_a_refused_object_blocks_no_other(trained, bucket, put, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(folder, "SETTLE", 0.0)
     home = tmp_path / "home"
     put(*EPOCHS[:2])
@@ -226,9 +218,7 @@ def test_an_alias_that_moves_is_a_new_checkpoint(trained, tmp_path, monkeypatch)
     assert "model.pth" in broken["alarm"][0]
 
 
-def test_a_file_system_that_cannot_tell_one_object_from_the_next_is_refused(
-    bucket, tmp_path, monkeypatch
-):
+def test_a_file_system_without_stamps_is_refused(bucket, tmp_path, monkeypatch):
     """By its size alone a checkpoint of the same architecture would not be noticed."""
     info = plain = {"size": 9, "type": "file"}
     monkeypatch.setattr(MemoryFileSystem, "find", lambda *_, **__: {f"{ROOT}/a.ckpt": info})

@@ -172,31 +172,27 @@ def test_killed_and_run_again_it_ends_with_the_same_table(trained, swept, tmp_pa
     assert accuracies(read_json_lines(tmp_path / "sweep.jsonl")) == accuracies(records)
 
 
-def test_other_circumstances_are_measured_anew(trained, tmp_path, capsys):
-    few = {"attacks": {"apgd": PLAIN}, "max_images": 12}
-    for args, options in (
-        ([], {}),
-        (["--data.test_size=20"], {}),
-        (["--model.probs=[0.5, 0.2, 0.3]"], {}),
-        ([], {"seed": 1}),
-        ([], {"attacks": {"apgd": pgd(random_start=False, step_size="4/255")}}),
-    ):
-        sweep(trained, tmp_path, "steps", "1", *args, callbacks=[robust_eval(**few | options)])
-        assert "(recorded)" not in capsys.readouterr().out
-
-
-def test_scores_are_result_files_and_a_renamed_checkpoint_is_the_same(trained, tmp_path, capsys):
-    few = [robust_eval({"apgd": PLAIN}, max_images=12)]
-    records = sweep(trained, tmp_path, "steps", "1", callbacks=few)
-    for record in records:
-        found = read_result_file(tmp_path / record["reuse"]["scores"])
-        assert len(found.index) == 12 and max(found.index) < 33
-        assert found.scores[record["name"]].mean() == pytest.approx(record["accuracy"], abs=1e-6)
-    # Neither the name of a file nor the batch size is a reason to measure again.
-    copy = tmp_path / "renamed.ckpt"
+def test_only_other_circumstances_are_measured_anew(trained, tmp_path, capsys):
+    """Neither the name of a file nor the batch size is a reason; scores are result files."""
+    few, copy = {"attacks": {"apgd": PLAIN}, "max_images": 12}, tmp_path / "renamed.ckpt"
     copy.write_bytes(trained.read_bytes())
-    sweep(copy, tmp_path, "steps", "1", "--data.eval_batch_size=5", callbacks=few)
-    assert "(recorded)" in capsys.readouterr().out
+    for path, args, options in (
+        (trained, [], {}),
+        (copy, ["--data.eval_batch_size=5"], {}),
+        (trained, ["--data.test_size=20"], {}),
+        (trained, ["--model.probs=[0.5, 0.2, 0.3]"], {}),
+        (trained, [], {"seed": 1}),
+        (trained, [], {"attacks": {"apgd": pgd(random_start=False, step_size="4/255")}}),
+    ):
+        records = sweep(
+            path, tmp_path, "steps", "1", *args, callbacks=[robust_eval(**few | options)]
+        )
+        assert ("(recorded)" in capsys.readouterr().out) == (path == copy)
+        for record in records:
+            found = read_result_file(tmp_path / record["reuse"]["scores"])
+            assert len(found.index) == 12 and max(found.index) < 33
+            score = found.scores[record["name"]].mean()
+            assert score == pytest.approx(record["accuracy"], abs=1e-6)
 
 
 def test_table_figure_and_the_best_value(swept):

@@ -126,7 +126,7 @@ def test_all_failing_is_an_error(tmp_path):
     assert len(made.record.ended) == 4
 
 
-def test_rounds_of_parts_are_the_same_search_and_a_part_that_died_is_a_failed_trial(tmp_path):
+def test_rounds_of_parts_are_the_same_search(tmp_path):
     runs = []
 
     def evaluate(number, point):
