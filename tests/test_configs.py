@@ -25,20 +25,8 @@ from lightning_rob.recipes.plugins import expand
 from lightning_rob.threat import Threat, pixels
 from lightning_rob.transforms import named
 from tests.nets.test_weights import dverge_state
-from tests.tiny import (
-    ROOT,
-    exit_code,
-    lines_of,
-    pgd,
-    recipe,
-    records,
-    refused,
-    robust_eval,
-    run,
-    same_weights,
-    spec,
-    weights,
-)
+from tests.pieces import ROOT, lines_of, records, spec
+from tests.tiny import exit_code, pgd, recipe, refused, robust_eval, run, same_weights, weights
 
 
 def attacks_in(content):

@@ -8,7 +8,8 @@ from torch.utils.data import DataLoader, Sampler
 from lightning_rob import PGD, RobustEval, Threat
 from tests.callbacks.test_any_module import DATA, STORED, Classifier, Repeated, trainer
 from tests.forked import forked, two_processes, two_ranks
-from tests.tiny import arc, pgd, recipe, records, robust_eval, run, spec, weights
+from tests.pieces import records, spec
+from tests.tiny import arc, pgd, recipe, robust_eval, run, weights
 
 TWO = ["--trainer.strategy=ddp_find_unused_parameters_true", "--trainer.devices=2"]
 

@@ -14,7 +14,7 @@ import lightning_rob
 from lightning_rob import Threat, attacks
 from lightning_rob.cli import main
 from lightning_rob.evaluation.suites import PLUG_INS
-from tests.tiny import ROOT, lines_of, python
+from tests.pieces import ROOT, lines_of, python
 
 FOLDERS = ("docs", ".github")
 PAGES = {page.name: page for folder in FOLDERS for page in sorted((ROOT / folder).glob("*.md"))}

@@ -11,7 +11,7 @@ import pytest
 import lightning_rob
 from lightning_rob.attacks import Attack
 from lightning_rob.defenses import Defense
-from tests.tiny import python
+from tests.pieces import python
 
 ROOT = Path(lightning_rob.__file__).parent
 LOWER = [  # works without Lightning

@@ -9,7 +9,8 @@ import sys
 import pytest
 import torch
 
-from tests.tiny import ROOT, arc, pgd, python, recipe, records, robust_eval, shell, spec, weights
+from tests.pieces import ROOT, python, records, shell, spec
+from tests.tiny import arc, pgd, recipe, robust_eval, weights
 
 NODES = ["--trainer.num_nodes=2", "--trainer.devices=1", "--rank_timeout=300"]
 DDP = "--trainer.strategy=ddp_find_unused_parameters_true"

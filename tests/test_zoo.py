@@ -11,7 +11,8 @@ from lightning_rob.commands.recipes import shipped_files
 from lightning_rob.data import Digits5k
 from lightning_rob.metrics import robust_accuracy
 from lightning_rob.runtime.errors import InputError
-from tests.tiny import ROOT, exit_code, lines_of, refused
+from tests.pieces import ROOT, lines_of
+from tests.tiny import exit_code, refused
 
 CARDS = shipped_files("zoo")
 FEWER = {  # images, to be quick

@@ -1,10 +1,7 @@
 """Small things that several tests need: a net, a recipe, a run from the command line."""
 
-import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
@@ -15,10 +12,9 @@ from torch.nn.functional import cross_entropy
 
 from lightning_rob.cli import main
 from lightning_rob.data import ImageData
-from tests.schema import checked
-
-ROOT = Path(__file__).parent.parent
-CKPT = "run/version_0/checkpoints/last.ckpt"
+from tests.pieces import CKPT, adam, spec
+from tests.pieces import ROOT as ROOT
+from tests.pieces import records as records
 
 
 class TinyNet(nn.Module):
@@ -102,16 +98,7 @@ def fit_all(net: nn.Module, x: Tensor, y: Tensor, steps: int) -> nn.Module:
     return net.eval()
 
 
-def spec(kind: str, /, **options) -> dict:
-    """A class and its arguments, as recipes name them."""
-    return {"class_path": kind, "init_args": options}
-
-
 KEPT = spec("ModelCheckpoint", save_last=True)
-
-
-def adam() -> dict:
-    return spec("torch.optim.Adam", lr=0.01)
 
 
 def pgd(**options) -> dict:
@@ -125,11 +112,6 @@ def arc(**options) -> dict:
 
 def robust_eval(attacks: dict, **options) -> dict:
     return spec("lightning_rob.callbacks.RobustEval", attacks=attacks, **options)
-
-
-def plugged(*callbacks: dict) -> list[str]:
-    """The options that add callbacks."""
-    return [f"--trainer.callbacks+={json.dumps(callback)}" for callback in callbacks]
 
 
 def recipe(folder: Path, **overrides) -> Path:
@@ -206,30 +188,6 @@ def quiet_trainer(*callbacks: Callback, **options) -> Trainer:
 def images_of(data: ImageData, part: str = "test") -> tuple[Tensor, Tensor]:
     samples = [data.parts[part][i] for i in range(len(data.parts[part]))]
     return torch.stack([s[0] for s in samples]), torch.tensor([s[1] for s in samples])
-
-
-def python(*args: str, cwd: Path = ROOT, **env: str) -> str:
-    """What an interpreter of its own prints, which ends well."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | env
-    command = [sys.executable, *map(str, args)]
-    options = {"capture_output": True, "text": True, "timeout": 600, "cwd": cwd}
-    done = subprocess.run(command, env=environment, **options)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def shell(*args: str) -> None:
-    """The command in a process of its own."""
-    python("-m", "lightning_rob", *args)
-
-
-def lines_of(file: Path) -> list[dict]:
-    """The records in a file, which follow the schema."""
-    return list(map(checked, file.read_text().splitlines()))
-
-
-def records(folder: Path) -> list[dict]:
-    return lines_of(folder / "run/version_0/robust.jsonl")
 
 
 def weights(path: Path) -> dict[str, Tensor]:

@@ -14,13 +14,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_rob import PGD, Ensemble, RobustEval, Single, Threat, evaluate
-from lightning_rob.callbacks import (
-    RobustAudit,
-    RobustCheckpoint,
-    TransferMatrixEval,
-    VotingRuleEval,
-)
+from lightning_rob import PGD, Ensemble, RobustAudit, RobustEval, Single, Threat, evaluate
+from lightning_rob.callbacks import RobustCheckpoint, TransferMatrixEval, VotingRuleEval
 from tests.tiny import TinyNet
 from tests.tiny import quiet_trainer as trainer
 

@@ -6,19 +6,9 @@ from io import StringIO
 import pytest
 import torch
 
+from tests.pieces import adam, records, spec
 from tests.schema import checked
-from tests.tiny import (
-    adam,
-    pgd,
-    recipe,
-    records,
-    refused,
-    robust_eval,
-    run,
-    same_weights,
-    spec,
-    weights,
-)
+from tests.tiny import pgd, recipe, refused, robust_eval, run, same_weights, weights
 
 CHECKPOINTS = "run/version_0/checkpoints"
 EVERY_OTHER = robust_eval({"apgd": pgd()}, every_n_epochs=2)

@@ -11,9 +11,10 @@ from lightning_rob.defenses import Ensemble, Single, TransformEnsemble, first_me
 from lightning_rob.modules import AdversarialTraining
 from lightning_rob.threat import Threat
 from tests.callbacks.test_any_module import trainer
+from tests.pieces import lines_of, spec
 from tests.schema import checked
 from tests.test_ddp import TWO, start
-from tests.tiny import Blobs, TinyNet, arc, fit_all, images_of, lines_of, pgd, recipe, run, spec
+from tests.tiny import Blobs, TinyNet, arc, fit_all, images_of, pgd, recipe, run
 
 THREAT = Threat("linf", 24 / 255)
 PLAIN = PGD(THREAT, steps=4, step_size=8 / 255, random_start=False)

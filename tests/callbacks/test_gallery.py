@@ -9,8 +9,9 @@ from lightning_rob.defenses import Ensemble
 from lightning_rob.threat import Threat
 from tests.callbacks.test_any_module import trainer
 from tests.callbacks.test_cross_eval import ensemble, images_of, module_of
+from tests.pieces import spec
 from tests.schema import checked
-from tests.tiny import Blobs, pgd, recipe, run, spec
+from tests.tiny import Blobs, pgd, recipe, run
 
 __all__ = ["ensemble"]
 

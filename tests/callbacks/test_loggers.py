@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 from lightning_rob import RobustEval
 from lightning_rob.callbacks import RobustAudit
 from tests.callbacks.test_any_module import ATTACKS, DATA, THREAT, Classifier, trainer
-from tests.tiny import lines_of
+from tests.pieces import lines_of
 
 
 def tensorboard(folder):

@@ -16,7 +16,8 @@ from lightning_rob.rules import mean_probs
 from lightning_rob.threat import Threat
 from tests.callbacks.test_any_module import trainer
 from tests.counting import Shared
-from tests.tiny import Blobs, TinyNet, images_of, lines_of, pgd, recipe, records, robust_eval, run
+from tests.pieces import lines_of, records
+from tests.tiny import Blobs, TinyNet, images_of, pgd, recipe, robust_eval, run
 
 THREAT = Threat("linf", 16 / 255)
 ATTACK = PGD(THREAT, steps=2, step_size=8 / 255)

@@ -9,7 +9,8 @@ from tempfile import mkdtemp
 
 import torch
 
-from tests.tiny import Blobs, exit_code, recipe, spec
+from tests.pieces import spec
+from tests.tiny import Blobs, exit_code, recipe
 from tests.tiny import fit as fitted
 
 SKEWED = {"bytes": lambda x, y: (255 * x, y), "label": lambda x, y: (x, y + 4)}

@@ -12,7 +12,8 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_rob.runtime.files import check_file
-from tests.tiny import ROOT, adam, pgd, recipe, robust_eval, spec
+from tests.pieces import ROOT, adam, spec
+from tests.tiny import pgd, recipe, robust_eval
 
 LIMIT = 6.0  # --rank_timeout
 EVERY_3 = {"every_n_train_steps": 3, "save_top_k": -1, "save_last": True}

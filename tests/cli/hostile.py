@@ -8,7 +8,8 @@ import torch
 import yaml
 
 from tests.cli.bad_inputs import RECIPE_KEY, changed, ckpt, fit, put, saved, trained
-from tests.tiny import exit_code, recipe, spec
+from tests.pieces import spec
+from tests.tiny import exit_code, recipe
 
 CANARY = "was_run"
 MODULE = f"""

@@ -9,7 +9,8 @@ import pytest
 from lightning_rob.cli import COMMANDS, main
 from lightning_rob.commands.config import OF_LIGHTNING, config_of
 from lightning_rob.recipes.shipped import find, find_recipe
-from tests.tiny import exit_code, python
+from tests.pieces import python
+from tests.tiny import exit_code
 
 LINES, COLUMNS = 30, 88
 HEAVY = ("torch", "lightning", "numpy", "bayes_opt", "matplotlib", "ray")

@@ -15,7 +15,8 @@ from lightning_rob.recipes.environment import VARIABLE, callbacks
 from lightning_rob.recipes.trust import VARIABLE as ALLOWED
 from lightning_rob.runtime.errors import InputError
 from tests.callbacks.test_any_module import DATA, Classifier
-from tests.tiny import TinyNet, lines_of, quiet_trainer, refused
+from tests.pieces import lines_of
+from tests.tiny import TinyNet, quiet_trainer, refused
 
 
 class OwnImages(LightningDataModule):

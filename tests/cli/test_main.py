@@ -8,22 +8,8 @@ from lightning.pytorch import Trainer
 
 from lightning_rob.cli.options import read_command_line
 from tests.commands.test_report import made
-from tests.tiny import (
-    CKPT,
-    arc,
-    exit_code,
-    fit,
-    lines_of,
-    pgd,
-    plugged,
-    recipe,
-    records,
-    robust_eval,
-    run,
-    same_weights,
-    spec,
-    weights,
-)
+from tests.pieces import CKPT, lines_of, plugged, records, spec
+from tests.tiny import arc, exit_code, fit, pgd, recipe, robust_eval, run, same_weights, weights
 
 
 @pytest.fixture(scope="module")

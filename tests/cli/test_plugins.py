@@ -14,7 +14,8 @@ from lightning_rob.recipes.plugins import expand
 from lightning_rob.recipes.safe_yaml import parse_fractions
 from lightning_rob.recipes.shipped import find, find_recipe
 from lightning_rob.runtime.errors import InputError
-from tests.tiny import ROOT, arc, pgd, python
+from tests.pieces import ROOT, python
+from tests.tiny import arc, pgd
 from tests.tiny import robust_eval as with_fractions
 
 

@@ -10,7 +10,8 @@ from lightning_rob.cli.spelling import check_class
 from lightning_rob.recipes.plugins import expand
 from lightning_rob.recipes.shipped import shipped_folder
 from lightning_rob.recipes.trust import VARIABLE
-from tests.tiny import python, refused
+from tests.pieces import python
+from tests.tiny import refused
 
 DEMO = ["fit", "--config", "demo"]
 ZOO = "zoo:digits_robust"

@@ -1,7 +1,8 @@
 """The command that attacks a checkpoint by what its defense calls for."""
 
 from lightning_rob import load_callbacks
-from tests.tiny import recipe, run, spec
+from tests.pieces import spec
+from tests.tiny import recipe, run
 
 
 def test_the_command_prints_the_trail_and_writes_a_plug_in(trained, tmp_path, capsys):

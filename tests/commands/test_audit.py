@@ -8,18 +8,10 @@ import yaml
 from lightning_rob.attacks import PGD
 from lightning_rob.commands.audit import AuditConfig, audited_threat
 from lightning_rob.threat import Threat
+from tests.pieces import records, shell, spec
 from tests.schema import checked
 from tests.test_ddp import TWO
-from tests.tiny import (
-    exit_code,
-    pgd,
-    recipe,
-    records,
-    robust_eval,
-    run,
-    shell,
-    spec,
-)
+from tests.tiny import exit_code, pgd, recipe, robust_eval, run
 
 
 def audited(**options):

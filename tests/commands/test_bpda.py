@@ -14,7 +14,8 @@ from lightning_rob.transforms import Affine, Gamma, Swirl, VerticalFlip, catalog
 from lightning_rob.transforms.bpda import load_approximation as load
 from lightning_rob.transforms.bpda import load_approximations, place_of, train_bpda
 from lightning_rob.transforms.nondifferentiable import ALL
-from tests.tiny import Blobs, TinyNet, images_of, refused, run, spec
+from tests.pieces import spec
+from tests.tiny import Blobs, TinyNet, images_of, refused, run
 
 COLOUR = ["--data", "tests.tiny.Blobs", "--data.train_size=40"]
 ONCE = ["--epochs", "1"]

@@ -8,8 +8,9 @@ from PIL import Image
 
 from lightning_rob.commands.certify import CertifyConfig
 from lightning_rob.evaluation.result_file import read_result_file
+from tests.pieces import lines_of, spec
 from tests.schema import checked
-from tests.tiny import fit, lines_of, run, same_weights, spec, weights
+from tests.tiny import fit, run, same_weights, weights
 
 SMALL = ["--draws", "100", "--images", "8", "--steps", "2"]
 

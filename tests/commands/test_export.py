@@ -8,20 +8,15 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_rob import Ensemble, Mixture, RandomTransforms, Single, TransformEnsemble
 from lightning_rob.commands.export import ExportConfig
 from lightning_rob.commands.export.program import export
-from lightning_rob.defenses import (
-    DENT,
-    Ensemble,
-    Mixture,
-    RandomTransforms,
-    Single,
-    TransformEnsemble,
-)
+from lightning_rob.defenses import DENT
 from lightning_rob.randomness import Streams
 from lightning_rob.rules import majority, random_member
 from lightning_rob.transforms import GaussianNoise, HorizontalFlip
-from tests.tiny import TinyNet, blobs, python, run
+from tests.pieces import python
+from tests.tiny import TinyNet, blobs, run
 
 SEED = 5
 LOADER = """

@@ -25,7 +25,8 @@ from lightning_rob.nets.weights import read_file
 from lightning_rob.runtime.errors import InputError, visible
 from lightning_rob.threat import Threat
 from tests.cli.hostile import CANARY, evil
-from tests.tiny import exit_code, lines_of, pgd, plugged, robust_eval, spec
+from tests.pieces import lines_of, plugged, spec
+from tests.tiny import exit_code, pgd, robust_eval
 
 CALLS = []
 

@@ -14,7 +14,8 @@ import yaml
 from lightning_rob.commands.leaderboard import submissions
 from lightning_rob.commands.leaderboard.ranks import agreement, difference, ranks
 from lightning_rob.threat import Threat
-from tests.tiny import TinyNet, exit_code, fit, pgd, refused, spec
+from tests.pieces import spec
+from tests.tiny import TinyNet, exit_code, fit, pgd, refused
 
 PROTOCOL = {"title": "Blobs", "data": spec("tests.tiny.Blobs"), "radii": {"linf": 0.1, "l2": 0.1}}
 PROTOCOL |= {"images": 30, "passes": 60, "power": 5, "certified": 200, "training": 100}

@@ -12,7 +12,8 @@ from huggingface_hub import constants
 import lightning_rob
 from lightning_rob.recipes.trust import VARIABLE
 from lightning_rob.runtime.errors import InputError
-from tests.tiny import ROOT, blobs, lines_of, pgd, plugged, recipe, refused, robust_eval, run
+from tests.pieces import ROOT, lines_of, plugged
+from tests.tiny import blobs, pgd, recipe, refused, robust_eval, run
 
 MONITOR = {"model__init_args__monitor": "val/robust/apgd"}
 

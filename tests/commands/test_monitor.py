@@ -25,14 +25,8 @@ from scipy.stats import binomtest
 from lightning_rob.attacks import ARC, PGD
 from lightning_rob.cli.lightning_cli import RobustCLI
 from lightning_rob.commands.checkpoints import load_weights, read_checkpoint
-from lightning_rob.commands.monitor import MonitorConfig, folder, history, loop
-from lightning_rob.commands.monitor.comparison import (
-    FADING,
-    SHARES,
-    CheckpointResults,
-    alarms,
-    drops,
-)
+from lightning_rob.commands.monitor import MonitorConfig, comparison, folder, history, loop
+from lightning_rob.commands.monitor.comparison import CheckpointResults, alarms, drops
 from lightning_rob.commands.monitor.figures import FigureLog
 from lightning_rob.commands.monitor.history import History, scalars
 from lightning_rob.commands.monitor.suite import Suite
@@ -40,18 +34,8 @@ from lightning_rob.commands.report import report
 from lightning_rob.metrics import holm, robust_accuracy
 from lightning_rob.threat import Threat
 from tests.commands.test_notify import Receiver, code_of, evaluation, forked
-from tests.tiny import (
-    TinyNet,
-    arc,
-    exit_code,
-    fit,
-    images_of,
-    lines_of,
-    pgd,
-    robust_eval,
-    run,
-    spec,
-)
+from tests.pieces import lines_of, spec
+from tests.tiny import TinyNet, arc, exit_code, fit, images_of, pgd, robust_eval, run
 
 THREAT = Threat("linf", 16 / 255)
 ATTACKS = (PGD(THREAT, 3, 8 / 255, random_start=False), ARC(THREAT, 3, 16 / 255))
@@ -240,7 +224,7 @@ def test_a_checkpoint_is_not_compared_with_one_that_fell():
     assert drops(past(3, range(10)), [good, bad])[0].p == 1
     still = drops(past(3, range(10)), [good, replace(bad, fell=True)])[0]
     assert (still.since, still.significant(0.05)) == ("1.ckpt", True)
-    assert 0.99 < zeta(FADING) / SHARES < 1  # the shares of all judgements
+    assert 0.99 < zeta(comparison.FADING) / comparison.SHARES < 1  # the shares of all judgements
 
 
 @pytest.mark.parametrize("random", [False, True])

@@ -15,7 +15,8 @@ from lightning_rob.commands.report.sections import run_section, votes
 from lightning_rob.commands.specs import flat, inner_attacks, other_arguments, short, threat_text
 from lightning_rob.plots import heat_map, save
 from tests import tiny
-from tests.tiny import python, refused
+from tests.pieces import python
+from tests.tiny import refused
 
 VOID = {"meta", "link", "img", "br", "line", "hr", "input"}
 OBJECTIVE = "lightning_rob.objectives.expected_ce"

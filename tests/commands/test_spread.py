@@ -17,19 +17,8 @@ from lightning_rob.cli.seeds import SeedsConfig
 from lightning_rob.commands.sweep import SweepConfig
 from lightning_rob.runtime import spread
 from tests.forked import forked_child
-from tests.tiny import (
-    KEPT,
-    ROOT,
-    exit_code,
-    lines_of,
-    pgd,
-    plugged,
-    recipe,
-    refused,
-    robust_eval,
-    run,
-    spec,
-)
+from tests.pieces import ROOT, lines_of, plugged, spec
+from tests.tiny import KEPT, exit_code, pgd, recipe, refused, robust_eval, run
 
 PYTHONPATH = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 VALUES = "--values=0.01,0.02,0.03,0.04"

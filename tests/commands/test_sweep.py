@@ -24,7 +24,8 @@ from lightning_rob.runtime.identity import fingerprint
 from lightning_rob.threat import Threat
 from tests.commands.test_monitor import built
 from tests.forked import forked
-from tests.tiny import TinyNet, arc, fit, lines_of, pgd, plugged, refused, robust_eval, run, spec
+from tests.pieces import lines_of, plugged, spec
+from tests.tiny import TinyNet, arc, fit, pgd, refused, robust_eval, run
 
 THREAT = Threat("linf", 16 / 255)
 APGD = PGD(THREAT, 3, 8 / 255, random_start=False)

@@ -14,7 +14,8 @@ from lightning_rob.commands.tune.space import Budget, Space, replaced, value_at
 from lightning_rob.commands.tune.study import Record, Search, Study, read_trials
 from lightning_rob.runtime import spread
 from tests.forked import Forked, forked_child
-from tests.tiny import ROOT, arc, exit_code, lines_of, pgd, recipe, refused, robust_eval, run, spec
+from tests.pieces import ROOT, lines_of, spec
+from tests.tiny import arc, exit_code, pgd, recipe, refused, robust_eval, run
 
 LR = "model.init_args.optimizer.init_args.lr"
 WIDTH = "model.init_args.net.init_args.width"
