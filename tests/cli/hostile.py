@@ -63,8 +63,11 @@ def with_evil(make):
 
 
 HUB = {"repo_or_dir": ".", "model": "model", "source": "local", "trust_repo": True}
+SYSTEM = "lightning_rob.nets.weights.os.system"
+SPACE = f"variables: {TAG}"
 POPEN = spec("subprocess.Popen", args=["touch", CANARY])
 PARAMETERS = {"_class_path": "stranger.Net", "_instantiator": "stranger.model"}
+PARAMETERS = {RECIPE_KEY: None, "hyper_parameters": PARAMETERS}
 FILES = {
     "checkpoint with code": ckpt(evil),
     "checkpoint of the old kind with code": ckpt(
@@ -73,22 +76,16 @@ FILES = {
     "checkpoint to resume from": lambda f: [*beside("{seed_everything: 1}")(f), *ckpt(evil)(f)[1:]],
     "recipe in a checkpoint, a module beside it": with_recipe(model=spec("stranger.Net")),
     "recipe in a checkpoint, a tag": ckpt(lambda: changed(**{RECIPE_KEY: f"model: {TAG}"})),
-    "hyper-parameters with a class": ckpt(
-        lambda: changed(**{RECIPE_KEY: None}, hyper_parameters=PARAMETERS)
-    ),
+    "a class in hyper-parameters": ckpt(lambda: changed(**PARAMETERS)),
     "class of another kind": beside("model: {class_path: stranger.Net}\n"),
     "callback that is a process": fit(**{"trainer__callbacks+": [POPEN]}),
     "exec": net("builtins.exec", source=TOUCH),
-    "a function by way of a trusted module": fit(
-        model__init_args__net="lightning_rob.nets.weights.os.system"
-    ),
+    "a function by way of a trusted module": fit(model__init_args__net=SYSTEM),
     "the hub": net("torch.hub.load", **HUB),
     "a loader": with_evil(net("torch.load", f="evil.ckpt", weights_only=False)),
     "an allowance in a recipe": beside("allow_import: stranger\nmodel: {class_path: stranger.Net}"),
     "weights_only": with_evil(beside("weights_only: false\nckpt_path: evil.ckpt\n")),
-    "search space": lambda f: [
-        *("tune", "--config", recipe(f), "--space", put(f, "s.yaml", f"variables: {TAG}"))
-    ],
+    "search space": lambda f: ["tune", "--config", recipe(f), "--space", put(f, "s.yaml", SPACE)],
     "help on a class": lambda f: ["fit", "--model.help", "stranger.Net"],
     "data for bpda": lambda f: ["bpda", "--out", f / "nets", "--data", "stranger.Net"],
 }

@@ -28,10 +28,8 @@ def whole(tmp_path_factory):
 
 
 def python(code, **env):
-    environment = os.environ | {"PYTHONPATH": str(ROOT)} | env
-    return subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment
-    )
+    options = {"env": os.environ | {"PYTHONPATH": str(ROOT)} | env, "text": True}
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, **options)
 
 
 def test_a_rank_that_fails_takes_all_with_it(whole, tmp_path):

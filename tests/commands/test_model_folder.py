@@ -39,9 +39,8 @@ def exported(tmp_path_factory):
 
 def test_the_same_logits(exported):
     folder, checkpoint, _ = exported
-    assert {path.name for path in folder.iterdir()} == {
-        *("model.safetensors", "config.json", "README.md")
-    }
+    names = {"model.safetensors", "config.json", "README.md"}
+    assert {path.name for path in folder.iterdir()} == names
     defense, expected = lightning_rob.load(folder), lightning_rob.load(checkpoint)
     assert torch.equal(defense.logits(X), expected.logits(X))
     assert torch.equal(defense(X), expected(X)) and len(defense.classifiers) == 2

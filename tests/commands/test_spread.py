@@ -59,9 +59,8 @@ def test_a_sweep_by_two_workers_of_which_one_is_killed(trained, tmp_path, monkey
 
 
 def test_parts_are_all_of_the_work():
-    parts = [
-        SweepConfig(over="eps", values="1:8:1", part=f"{i}/3").own(range(8)) for i in (1, 2, 3)
-    ]
+    by_part = (SweepConfig(over="eps", values="1:8:1", part=f"{i}/3") for i in (1, 2, 3))
+    parts = [config.own(range(8)) for config in by_part]
     assert parts == [[0, 3, 6], [1, 4, 7], [2, 5]]
     shared = [SweepConfig(over="eps", values="1", **o) for o in ({}, {"workers": 2}, {"ray": 1})]
     assert [config.processes for config in shared] == [0, 2, 1]

@@ -185,9 +185,8 @@ def test_only_other_circumstances_are_measured_anew(trained, tmp_path, capsys):
         (trained, [], {"seed": 1}),
         (trained, [], {"attacks": {"apgd": pgd(random_start=False, step_size="4/255")}}),
     ):
-        records = sweep(
-            path, tmp_path, "steps", "1", *args, callbacks=[robust_eval(**few | options)]
-        )
+        suite = [robust_eval(**few | options)]
+        records = sweep(path, tmp_path, "steps", "1", *args, callbacks=suite)
         assert ("(recorded)" in capsys.readouterr().out) == (path == copy)
         for record in records:
             found = read_result_file(tmp_path / record["reuse"]["scores"])
