@@ -139,7 +139,6 @@ def test_every_image_counts_once_under_any_sampler(tmp_path):
     done = two_processes(validated, tmp_path / "two", 2)
     assert "2 processes are served the same images" in done.stderr
     one, two = (torch.load(tmp_path / name) for name in ("one", "two"))
-    assert one[0][0].tolist() == list(range(1, 26, 2))
-    assert all(map(torch.equal, one[0], two[0]))
+    assert one[0][0].tolist() == list(range(1, 26, 2)) and all(map(torch.equal, one[0], two[0]))
     assert [len(set(index.tolist())) for index, _ in two] == [13, 40, 12]
     assert one[1][1][:, 0].sum() == two[1][1][:, 0].sum() > 0  # clean

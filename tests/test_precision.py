@@ -47,6 +47,5 @@ def test_accuracies_do_not_depend_on_the_precision(trained, tmp_path):
         assert set(SEEN) == {(torch.float32, False)}
         robust = [r for r in records(tmp_path / name) if r["name"] != "clean"]
         found.append({r["name"]: r["accuracy"] for r in robust})
-    assert found[0] == found[1]
-    assert all(math.isfinite(figure) for figure in found[0].values())
+    assert found[0] == found[1] and all(math.isfinite(figure) for figure in found[0].values())
     assert 0 < found[0]["apgd"] < 1

@@ -84,8 +84,7 @@ def test_resuming_from_its_checkpoints_is_exact(kept, tmp_path, epoch):
     expected = kept / CHECKPOINTS / "last.ckpt"
     assert same_weights(weights(expected), weights(resumed))
     a, b = (state(path, "RobustEarlyStopping") for path in (expected, resumed))
-    assert a["wait_count"] == b["wait_count"]
-    assert torch.equal(a["best_score"], b["best_score"])
+    assert a["wait_count"] == b["wait_count"] and torch.equal(a["best_score"], b["best_score"])
     verdicts = [
         checked((folder / "run/version_0/overfitting.jsonl").read_text())
         for folder in (kept, tmp_path)

@@ -48,8 +48,7 @@ def test_help_fits_a_screen_and_imports_nothing_heavy(pages, command):
 @pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
 def test_h_after_other_options(pages, command, capsys):
     main([command, "--config", "configs/demo.yaml", "-h"])
-    assert capsys.readouterr().out == pages[command][0]
-    assert "--help all" in pages[command][0]
+    assert capsys.readouterr().out == pages[command][0] and "--help all" in pages[command][0]
 
 
 def test_examples_name_existing_recipes_and_callbacks(pages):

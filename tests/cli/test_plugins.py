@@ -39,8 +39,7 @@ def test_a_file_in_the_current_folder_comes_before_a_shipped_one(folder):
     assert find_recipe("demo") == ROOT / "configs/demo.yaml"
     assert find_recipe("ddp") == ROOT / "configs/mixins/ddp.yaml"
     assert find("arc", "callbacks") == ROOT / "callbacks/arc.yaml"
-    assert find("no_such_file", "callbacks") is None
-    assert find("../callbacks/arc", "configs") is None
+    assert find("no_such_file", "callbacks") is None and find("../callbacks/arc", "configs") is None
     put(folder, "arc", [])
     assert find("arc", "callbacks") == Path("arc")
 

@@ -59,8 +59,7 @@ def test_a_broken_model_stops_no_other(listed, trained, tmp_path, monkeypatch, c
     assert watch(listed, "--until", tmp_path / "done", "--every=10") == 1
     homes = {"first": tmp_path / "a", "second": tmp_path / "b/b_monitor", "third": tmp_path / "c"}
     assert sorted(evaluated(homes["first"])) == EPOCHS[:2]
-    assert evaluated(homes["second"]) == ["b.ckpt"]
-    assert evaluated(homes["third"]) == [EPOCHS[3]]
+    assert evaluated(homes["second"]) == ["b.ckpt"] and evaluated(homes["third"]) == [EPOCHS[3]]
     (broken,) = events(homes["second"], "broken")
     assert "NoSuchCallback" in broken["alarm"][0]
     with closing(History(homes["second"])) as history:

@@ -327,11 +327,9 @@ def test_arguments_of_attacks_as_text(tmp_path):
         expected |= {f"part {i}.method": name, f"part {i}.steps": arguments}
     assert expected.items() <= flat(strongest).items()
     assert other_arguments(strongest) == "margin=0.1235"
-    assert threat_text(LINF) == "linf 8/255"
-    assert threat_text("anything") == threat_text({}) == ""
+    assert threat_text(LINF) == "linf 8/255" and threat_text("anything") == threat_text({}) == ""
     relative = spec("Threat", **L2["init_args"] | {"relative": True})
-    assert threat_text(relative) == "l2 0.5 of the image's norm"
-    assert threat_text(L2) == "l2 0.5"
+    assert threat_text(relative) == "l2 0.5 of the image's norm" and threat_text(L2) == "l2 0.5"
     texts = {8 / 255: "8/255", 0.99999: "0.99999", 0.1234567: "0.1235", 20: "20"}
     texts |= {float("nan"): "nan", None: "None", OBJECTIVE: "expected_ce"}
     assert [short(value) for value in texts] == list(texts.values())

@@ -173,8 +173,7 @@ def test_a_refused_object_blocks_no_other(trained, bucket, put, tmp_path, monkey
         return get_file(self, path, *args, **options)
 
     monkeypatch.setattr(MemoryFileSystem, "get_file", refusing)
-    assert watch(trained, URL, "--out", home, "--every=0.01") == 1
-    assert evaluated(home) == EPOCHS[:1]
+    assert watch(trained, URL, "--out", home, "--every=0.01") == 1 and evaluated(home) == EPOCHS[:1]
     (broken,) = events(home, "broken")
     assert f"{EPOCHS[1]} cannot be fetched: PermissionError: Access Denied" in broken["alarm"][0]
     assert watch(trained, URL, "--out", home, "--every=0.01") == 0

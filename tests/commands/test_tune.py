@@ -71,8 +71,7 @@ def test_it_starts_at_the_recipes_values_stays_in_bounds_and_whole_numbers_stay_
     assert tried[0] == {"x": 0.5, "y": 2}
     assert made.search.initial == 4
     assert all(-1 <= p["x"] <= 1 and 0 <= p["y"] <= 4 for p in tried)
-    assert len({tuple(p.items()) for p in tried}) == 9
-    assert {type(p["y"]) for p in tried} == {int}
+    assert len({tuple(p.items()) for p in tried}) == 9 and {type(p["y"]) for p in tried} == {int}
     assert made.record.best.values["y"] == 1
 
 
@@ -276,13 +275,11 @@ def test_tune_end_to_end(tmp_path, capsys):
     run("tune", *files(tmp_path))
     printed, out = capsys.readouterr().out, tmp_path / "out"
     trials = [trial for _, trial in read_trials(out / "trials.jsonl")]
-    assert [t.number for t in trials] == [0, 1]
-    assert trials[0].values == {LR: 0.01, WIDTH: 16}
+    assert [t.number for t in trials] == [0, 1] and trials[0].values == {LR: 0.01, WIDTH: 16}
     assert trials[1].values[WIDTH] in range(2, 9)
     for t in trials:
         score = t.metrics["val/robust/apgd"] + 0.5 * t.metrics["val/acc"]
-        assert t.objective == pytest.approx(score)
-        assert set(t.versions) >= {"torch", "lightning-rob"}
+        assert t.objective == pytest.approx(score) and set(t.versions) >= {"torch", "lightning-rob"}
         trial_recipe = yaml.safe_load((out / f"trials/000{t.number}/config.yaml").read_text())
         assert value_at(trial_recipe, LR) == t.values[LR]
     best = max(trials, key=lambda t: t.objective)
