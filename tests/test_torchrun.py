@@ -2,24 +2,18 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 
 import pytest
 import torch
 
+from tests.forked import free_port
 from tests.pieces import ROOT, python, records, shell, spec
 from tests.tiny import arc, pgd, recipe, robust_eval, weights
 
 NODES = ["--trainer.num_nodes=2", "--trainer.devices=1", "--rank_timeout=300"]
 DDP = "--trainer.strategy=ddp_find_unused_parameters_true"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def by_torchrun(node: int, port: int) -> tuple[list[str], dict[str, str]]:
