@@ -58,6 +58,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return fit(tmp_path_factory.mktemp("shared"))
 
 
+@pytest.fixture(autouse=True)
+def own_folder(request: pytest.FixtureRequest) -> None:
+    """A test of the command line works in a folder of its own."""
+    if request.path.parent.name in ("cli", "commands"):
+        request.getfixturevalue("monkeypatch").chdir(request.getfixturevalue("tmp_path"))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def file(item: pytest.Item) -> str:
         return f"{item.path.parent.name}/{item.path.stem.removeprefix('test_')}"

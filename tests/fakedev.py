@@ -7,7 +7,7 @@ device's own (those of AutoAttack) are not emulated.
 """
 
 from collections.abc import Iterator
-from contextlib import ContextDecorator, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -18,14 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 DEVICE = torch.device("meta")
 COPIES = {"aten::_to_copy", "aten::copy_", "aten::_copy_from", "aten::copy"}
-INDEXED = {
-    "aten::index",
-    "aten::index_put",
-    "aten::index_put_",
-    "aten::_index_put_impl_",
-    "aten::_unsafe_index",
-    "aten::_unsafe_index_put",
-}
+INDEXED = {f"aten::{name}" for name in ("index", "index_put", "index_put_", "_index_put_impl_")}
+INDEXED |= {"aten::_unsafe_index", "aten::_unsafe_index_put"}
 
 
 class Misplaced(RuntimeError):
@@ -41,15 +35,9 @@ class There(Tensor):
 
     @staticmethod
     def __new__(cls, values: Tensor) -> "There":
-        return Tensor._make_wrapper_subclass(
-            cls,
-            values.size(),
-            strides=values.stride(),
-            storage_offset=values.storage_offset(),
-            dtype=values.dtype,
-            layout=values.layout,
-            device=DEVICE,
-        )
+        like = {"strides": values.stride(), "storage_offset": values.storage_offset()}
+        like |= {"dtype": values.dtype, "layout": values.layout, "device": DEVICE}
+        return Tensor._make_wrapper_subclass(cls, values.size(), **like)
 
     def __init__(self, values: Tensor) -> None:
         self.values_here = values
@@ -142,19 +130,6 @@ def _check(name: str, args: Any, leaves: list[Any], there: list[There], kwargs: 
         raise Misplaced(f"{name}: a generator of the CPU for a tensor on the device")
 
 
-class _NoCast(ContextDecorator):
-    """Autocast of a device that has no such precision."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: Any) -> None:
-        pass
-
-
 @contextmanager
 def emulated() -> Iterator[torch.device]:
     """The device, for as long as the context lasts; modules and tensors get there by `to`."""
@@ -174,7 +149,7 @@ def emulated() -> Iterator[torch.device]:
     try:
         with (
             patch.object(torch, "tensor", tensor),
-            patch.object(torch, "autocast", _NoCast),
+            patch.object(torch, "autocast", lambda *_, **__: nullcontext()),  # it has none
             patch.object(Tensor, "new_tensor", new_tensor),
             _Factories(),
         ):
@@ -184,16 +159,8 @@ def emulated() -> Iterator[torch.device]:
 
 
 # operations that return a number, or a length that depends on the values
-READING = {
-    "aten::_local_scalar_dense",
-    "aten::equal",
-    "aten::masked_select",
-    "aten::nonzero",
-    "aten::repeat_interleave",
-    "aten::_unique2",
-    "aten::unique_consecutive",
-    "aten::unique_dim",
-}
+READS = "_local_scalar_dense equal masked_select nonzero repeat_interleave _unique2 unique_dim"
+READING = {f"aten::{name}" for name in (*READS.split(), "unique_consecutive")}
 
 
 class Waits(TorchDispatchMode):

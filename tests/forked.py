@@ -90,6 +90,12 @@ def forked_child(
     return done.returncode, done.stderr
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 def two_ranks(*args: object) -> CompletedProcess[str]:
     """Run the command in two processes, as torchrun starts them; return the first's result."""
     return two_processes(main, list(map(str, args)))
@@ -97,10 +103,7 @@ def two_ranks(*args: object) -> CompletedProcess[str]:
 
 def two_processes(function: Callable, *args: object) -> CompletedProcess[str]:
     """Call a function in two processes that can find each other; return the first's result."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0"}
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "0"}
     settings = [where | {"LOCAL_RANK": str(i), "WORLD_SIZE": "2"} for i in range(2)]
     ranks = [Forked(function, *args, **env) for env in settings]
     first, second = (rank.wait() for rank in ranks)

@@ -48,10 +48,7 @@ RECIPES = {  # page -> recipe of `last.ckpt` and `logs/version_0`, where it is n
     "random_transforms.md": "normal_patches",
 }
 CHECKPOINTS = (  # files that the pages name, with folders of other machines below the current one
-    "last.ckpt",
-    "bucket/models/production.ckpt",
-    "models/production.ckpt",
-    "models/resnet.ckpt",
+    *("last.ckpt", "bucket/models/production.ckpt", "models/production.ckpt", "models/resnet.ckpt"),
     "logs/ensembles/iat_digits/seed0/version_0/checkpoints/last.ckpt",
 )
 WEIGHTS = {  # file that a page loads -> network of RobustBench
@@ -71,15 +68,11 @@ SHORT = {  # command -> options that shorten it
     "audit": [*RUN, "--images=2", "--queries=2", "--steps=1"],
     "bpda": ["--epochs=1", "--max_images=4"],
     "certify": [*RUN, "--images=2", "--draws=60", "--steps=1"],
-    "compare": [],
     "export": [*RUN, "--images=2", "--allow-import=mine"],
-    "fit": FIT,
-    "monitor": [*RUN, "--once"],
-    "recipes": [],
-    "report": [],
-    "sweep": RUN,
     "test": [*RUN, "--allow-import=mine"],
     "tune": [*FIT, "--trials=1", "--random=1"],
+    **{"fit": FIT, "monitor": [*RUN, "--once"], "sweep": RUN},
+    **dict.fromkeys(("compare", "recipes", "report"), ()),
 }
 LISTING = r"""
 set -eu
@@ -116,13 +109,10 @@ class Page:
         self.last = None
         places = ("/srv/", "/var/lib/", "/mnt/", "/shared/", "s3://")
         self.instead = {f"file://{place}": f"file://{folder}/" for place in places}
-        self.instead |= {place: f"{folder}/" for place in places[:-1]} | {
-            "s3://": f"file://{folder}/",
-            "https://alerts.example.com": receiver.url,
-            "9108": "0",
-            "eps=0.1, max_images=50": "eps=0.9, max_images=2",
-            ".venv/bin/": "",
-        }
+        self.instead |= {place: f"{folder}/" for place in places[:-1]}
+        self.instead |= {"s3://": f"file://{folder}/", "https://alerts.example.com": receiver.url}
+        self.instead |= {"eps=0.1, max_images=50": "eps=0.9, max_images=2", ".venv/bin/": ""}
+        self.instead["9108"] = "0"
 
     def run(self, kind, code):
         """Run a block; its last checkpoint is the `last.ckpt` of the blocks below."""
@@ -321,12 +311,9 @@ def parse(script, *args):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [script, *args])
         patch.syspath_prepend(ROOT / Path(script).parent)
-        options = {
-            "parse_args": r"(?!)",
-            "parse_known_args": r"--(model|data|trainer)\.|--ckpt_path|[^-]",
-        }
-        for name, allowed in options.items():
-            patch.setattr(argparse.ArgumentParser, name, reader(allowed))
+        some = r"--(model|data|trainer)\.|--ckpt_path|[^-]"
+        patch.setattr(argparse.ArgumentParser, "parse_args", reader(r"(?!)"))
+        patch.setattr(argparse.ArgumentParser, "parse_known_args", reader(some))
         with pytest.raises(Parsed):
             runpy.run_path(str(ROOT / script), run_name="__main__")
     for name in {*sys.modules} - before:

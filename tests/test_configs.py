@@ -2,7 +2,9 @@
 
 import json
 import re
+from contextlib import redirect_stdout
 from functools import cache
+from io import StringIO
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -23,17 +25,8 @@ from lightning_rob.recipes.plugins import expand
 from lightning_rob.threat import Threat, pixels
 from lightning_rob.transforms import named
 from tests.nets.test_weights import dverge_state
-from tests.tiny import (
-    ROOT,
-    pgd,
-    recipe,
-    records,
-    refused,
-    robust_eval,
-    run,
-    same_weights,
-    weights,
-)
+from tests.pieces import ROOT, lines_of, records, spec
+from tests.tiny import exit_code, pgd, recipe, refused, robust_eval, run, same_weights, weights
 
 
 def attacks_in(content):
@@ -72,12 +65,8 @@ EMBEDDED = "--data=tests.test_configs.Colour"
 GREY = "--data=tests.test_configs.Grey"
 PAIR = """--data={class_path: SourceTargetData, init_args: {source: {class_path: Digits5k,
 init_args: {limit_train: 4, batch_size: 4, eval_batch_size: 2, workers: 0}}}}"""
-SMALL = [
-    "--trainer.fast_dev_run=true",
-    "--trainer.accelerator=cpu",
-    "--trainer.enable_progress_bar=false",
-    "--trainer.enable_model_summary=false",
-]
+SMALL = ["--trainer.fast_dev_run=true", "--trainer.accelerator=cpu"]
+SMALL += [f"--trainer.enable_{part}=false" for part in ("progress_bar", "model_summary")]
 
 
 class Colour(ImageData):
@@ -100,11 +89,12 @@ class Grey(Colour):
 
 
 @pytest.fixture(autouse=True)
-def few_checks(monkeypatch, request):
-    """Slopes of two images along two directions each: what a check finds is tested elsewhere.
+def few_checks(tmp_path, monkeypatch, request):
+    """A folder of its own; slopes of two images along two directions each, tested elsewhere.
 
     Images under each attack are checked in `test_recipe_runs`; plug-ins have many attacks.
     """
+    monkeypatch.chdir(tmp_path)
     check = Evaluator._check
 
     def of_clean(self, name, *images):
@@ -214,31 +204,26 @@ def each(files):
 
 
 @pytest.mark.parametrize("file", each(p for p in RECIPES if p not in GAMES))
-def test_recipe_runs(file, tmp_path, monkeypatch):
+def test_recipe_runs(file):
     """A batch of training and one of validation under each of its attacks, of a step each.
 
     Its own network, which may be wider, is built by `test_recipe_builds_with_its_own_data`.
     """
-    monkeypatch.chdir(tmp_path)
     recipe = shortened(file, most=MOST | {"every_n_epochs": 1}, cheap=CHEAP | NARROW)
     run("fit", "--config", recipe, like_its_own(file), *SMALL)
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda p: p.stem)
-def test_recipe_builds_with_its_own_data(file, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_recipe_builds_with_its_own_data(file):
     make_folders(file)
     content = content_of(file)
     if runs_by_default(file):
         content["trainer"].pop("callbacks+", None)  # parsed there
     config = written(content, "recipe.yaml")
     built = RobustCLI([f"--config={config}", "--trainer.accelerator=cpu"], run=False)
-    heads = [
-        part
-        for name, part in built.model.named_modules()
-        if isinstance(part, nn.Linear) and not {"discriminator", "judge"} & {*name.split(".")}
-    ]
-    assert built.datamodule.classes == heads[-1].out_features
+    layers = {n: part for n, part in built.model.named_modules() if isinstance(part, nn.Linear)}
+    heads = [n for n in layers if not {"discriminator", "judge"} & {*n.split(".")}]
+    assert built.datamodule.classes == layers[heads[-1]].out_features
     if "resnet20" in file.stem:
         layer = built.model.members[0].normalize
         assert layer.mean.flatten().tolist() == pytest.approx(built.datamodule.mean)
@@ -264,22 +249,20 @@ def write_checkpoints(file):
 
 
 @pytest.mark.parametrize("file", each(GAMES))
-def test_recipe_attacks_an_adapting_defense_in_rounds(file, tmp_path, monkeypatch):
+def test_recipe_attacks_an_adapting_defense_in_rounds(file, tmp_path):
     """Shrunk to one round of two images, one epoch and a step or two of everything."""
-    monkeypatch.chdir(tmp_path)
     limits = ["--trainer.max_epochs=1", *SMALL[1:], "--trainer.logger.name=run"]
     recipe = shortened(file, cheap=CHEAP | NARROW)
     run("fit", "--config", recipe, like_its_own(file), *limits)
     (log,) = tmp_path.rglob("robust.jsonl")
-    found = {record["name"]: record for record in map(json.loads, log.read_text().splitlines())}
+    found = {record["name"]: record for record in lines_of(log)}
     assert {"clean", "fpa", "gmsa_avg", "gmsa_min", "worst"} <= found.keys()
     assert found["gmsa_min"]["protocol"]["defender"] in ("stateless", "stateful")
     assert found["gmsa_min"]["n"] == 2
 
 
 @pytest.mark.parametrize("file", ASSEMBLED, ids=lambda p: p.stem)
-def test_recipe_of_trained_networks_tests(file, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_recipe_of_trained_networks_tests(file, capsys):
     line = refused(capsys, "test", "--config", file, EMBEDDED, *SMALL)
     assert "No such file or directory: 'checkpoints/" in line
     write_checkpoints(file)
@@ -293,13 +276,11 @@ def test_recipe_of_trained_networks_tests(file, tmp_path, monkeypatch, capsys):
 def names_in(folder):
     """Return the names of what a run has measured."""
     logs = [path for path in folder.rglob("*.jsonl") if path.parent.name.startswith("version")]
-    lines = (line for path in logs for line in path.read_text().splitlines())
-    return {json.loads(line)["name"] for line in lines}
+    return {line["name"] for path in logs for line in lines_of(path)}
 
 
 @pytest.mark.parametrize("files", [CALLBACKS[i::6] for i in range(6)], ids=lambda p: p[0].stem)
-def test_callbacks_plug_into_a_recipe(files, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_callbacks_plug_into_a_recipe(files, tmp_path):
     plain = recipe(tmp_path, **{"trainer__callbacks+": [], "model__init_args__monitor": None})
     small = ["--trainer.max_epochs=2", "--model.epochs=1", "--data.train_size=64"]
     contents = [plugged(file) for file in files]
@@ -320,13 +301,11 @@ def test_plugins_add_up_and_an_attack_in_several_runs_once(tmp_path):
     assert sorted(names) == sorted({*names})
     assert {"adaptive_pgd", "adaptive_pgd_logits", "arc", "worst"} <= set(names)
     worst = next(r for r in records(tmp_path) if r["name"] == "worst")
-    assert worst["over"][0] == "adaptive_pgd"
-    assert {"arc", "climb"} <= {*worst["over"]}
+    assert worst["over"][0] == "adaptive_pgd" and {"arc", "climb"} <= {*worst["over"]}
 
 
 @pytest.mark.parametrize("file", [p for p in RT_ONLY if p.stem != "rt_best"], ids=lambda p: p.stem)
-def test_callback_plugs_into_random_transforms(file, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_callback_plugs_into_random_transforms(file):
     changed = plugged(file)
     changed["init_args"]["inferences"] = 2
     for game in changed["init_args"]["attacks"].values():
@@ -340,9 +319,8 @@ def test_callback_plugs_into_random_transforms(file, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("file", VOTERS, ids=lambda p: p.stem)
-def test_callback_plugs_into_transformation_ensembles(file, tmp_path, monkeypatch):
+def test_callback_plugs_into_transformation_ensembles(file, tmp_path):
     """Three sub-models of random weights; two images, few steps."""
-    monkeypatch.chdir(tmp_path)
     changed = shrunk(plugged(file))
     options = changed["init_args"]
     options.pop("only", None)
@@ -360,16 +338,9 @@ def test_callback_plugs_into_transformation_ensembles(file, tmp_path, monkeypatc
     assert len(names_in(tmp_path) - {"clean", "worst"}) == count
 
 
-IN_L2 = {  # plug-in -> the lengths of its attacks at l2 128/255, in 255ths
-    "adaptive_pgd": [32],
-    "arc": [32],
-    "climb": [],
-    "deepfool": [],
-    "first_member": [32],
-    "gallery": [32],
-    "members": [32, 32],
-    "pgd_random_member": [32],
-    "rec_suite": [32] * 4,
+IN_L2 = {  # plug-in -> the number of its attacks with a length at l2 128/255, which is 32/255
+    **{"adaptive_pgd": 1, "arc": 1, "climb": 0, "deepfool": 0, "first_member": 1, "gallery": 1},
+    **{"members": 2, "pgd_random_member": 1, "rec_suite": 4},
 }
 
 
@@ -379,42 +350,35 @@ def test_plugins_in_another_norm(tmp_path):
     args = ["--config", str(recipe(tmp_path)), f"--trainer.callbacks+={entries}"]
     callbacks = RobustCLI(args, run=False).trainer.callbacks
     changed = [one for one in callbacks if isinstance(one, EvaluationCallback)][1:]
-    for (name, expected), callback in zip(IN_L2.items(), changed, strict=True):
+    for (name, count), callback in zip(IN_L2.items(), changed, strict=True):
         attacks = callback.attacks if name != "gallery" else {0: callback.weak, 1: callback.strong}
         parts = [part for attack in attacks.values() for part in walk(attack)]
         assert {part.threat for part in parts} == {Threat("l2", 128 / 255)}
         lengths = [getattr(p, "local_radius", getattr(p, "step_size", None)) for p in parts]
-        assert sorted(filter(None, lengths)) == pytest.approx([n / 255 for n in expected]), name
+        assert sorted(filter(None, lengths)) == pytest.approx([32 / 255] * count), name
 
 
+NETS = ("net_mobilenetv1", "net_preact18", "net_vgg16", "net_wrn28_4")
 MIX_INS = {  # mix-in -> a recipe that it changes
-    "advrt": "rt_digits",
-    "advrt_paper": "advrt_cifar10",
-    "barre": "bat_mnist_l2",
-    "ddp": "bat_mnist_l2",
-    "debug": "bat_mnist_l2",
-    "fashion": "athena_mnist",
-    "net_mobilenetv1": "bat_cifar10_resnet20_l2",
-    "net_preact18": "bat_cifar10_resnet20_l2",
-    "net_vgg16": "bat_cifar10_resnet20_l2",
-    "net_wrn28_4": "bat_cifar10_resnet20_l2",
-    "standard": "madry_digits",
-    "standard_sgd": "madry_imagenette",
-    "svhn": "bat_cifar10_resnet20_l2",
-    "trades": "madry_cifar10",
+    **{"advrt": "rt_digits", "advrt_paper": "advrt_cifar10", "fashion": "athena_mnist"},
+    **{"standard": "madry_digits", "standard_sgd": "madry_imagenette", "trades": "madry_cifar10"},
+    **dict.fromkeys(("barre", "ddp", "debug"), "bat_mnist_l2"),
+    **dict.fromkeys((*NETS, "svhn"), "bat_cifar10_resnet20_l2"),
 }
 HAVE_TESTS_OF_THEIR_OWN = {"bart_differentiable", "ema", "finetune", "rt_released", "union"}
 
 
+@cache
+def printed(*names):
+    """The configuration of a recipe with mix-ins."""
+    with redirect_stdout(StringIO()) as out:
+        assert exit_code("fit", *(f"--config={name}" for name in names), "--print_config") == 0
+    return out.getvalue()
+
+
 @pytest.mark.parametrize("mix_in", MIX_INS)
-def test_mix_in_changes_a_recipe(mix_in, capsys):
-    printed = []
-    for names in ([MIX_INS[mix_in]], [MIX_INS[mix_in], mix_in]):
-        with pytest.raises(SystemExit) as ended:
-            run("fit", *(part for name in names for part in ("--config", name)), "--print_config")
-        assert not ended.value.code
-        printed.append(capsys.readouterr().out)
-    assert printed[0] != printed[1]
+def test_mix_in_changes_a_recipe(mix_in):
+    assert printed(MIX_INS[mix_in]) != printed(MIX_INS[mix_in], mix_in)
 
 
 @pytest.mark.parametrize("mix_in", GROUPS, ids=lambda p: p.stem)
@@ -463,8 +427,7 @@ def test_bart_has_the_transforms_and_the_ranges_of_the_paper(mix_in):
     assert (int(box[:, 2:].min()), int(box[:, 2:].max())) == (156, 224)
 
 
-def test_released_mix_in_keeps_all_but_the_slips(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_released_mix_in_keeps_all_but_the_slips():
     configs = ["--config", "rt_cifar10", "--trainer.accelerator=cpu"]
     plain = RobustCLI(configs, run=False).model.defense
     mix_in = ["--config", "rt_released"]
@@ -472,8 +435,7 @@ def test_released_mix_in_keeps_all_but_the_slips(tmp_path, monkeypatch):
     assert not plain.released_code
     assert released.released_code
     expected = {name: one.as_released() for name, one in plain.transforms.items()}
-    assert released.transforms == expected
-    assert expected != plain.transforms
+    assert released.transforms == expected and expected != plain.transforms
     assert (released.size, released.draws) == (plain.size, plain.draws)
 
 
@@ -490,11 +452,8 @@ class Average(Callback):
 
 def test_ema_mix_in_evaluates_saves_and_tests_the_average(tmp_path):
     """A test by the trainer of the fit too, to which Lightning would give the trained weights."""
-    model = {
-        "class_path": "AdversarialTraining",
-        "init_args": {"net": {"class_path": "tests.tiny.TinyNet"}},
-    }
-    callbacks = [robust_eval({"adaptive_pgd": pgd()}), {"class_path": "RobustCheckpoint"}]
+    model = spec("AdversarialTraining", net=spec("tests.tiny.TinyNet"))
+    callbacks = [robust_eval({"adaptive_pgd": pgd()}), spec("RobustCheckpoint")]
     file = recipe(tmp_path, model=model, **{"trainer__callbacks+": callbacks})
     args = ["--config", str(file), "--config", "ema", "--trainer.max_epochs=2"]
     built, average = RobustCLI(args, run=False), Average()
@@ -511,8 +470,7 @@ def test_ema_mix_in_evaluates_saves_and_tests_the_average(tmp_path):
     assert same_weights(module.state_dict(), weights(best))
 
 
-def test_finetune_mix_in_starts_from_a_file_at_a_low_learning_rate(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_finetune_mix_in_starts_from_a_file_at_a_low_learning_rate(capsys):
     start = SmallCNN()
     torch.save(start.state_dict(), "start.pt")
     args = ["--config", "madry_digits", "--config", "finetune", GREY, *SMALL]
@@ -530,7 +488,7 @@ def test_every_file_is_a_recipe_a_mix_in_or_a_search_space():
     assert all("class_path" in content_of(path)["model"] for path in CONFIGS)
 
 
-def test_union_trains_and_is_evaluated_in_the_same_three_balls(tmp_path, monkeypatch):
+def test_union_trains_and_is_evaluated_in_the_same_three_balls():
     files = [ROOT / "configs/madry_digits.yaml", ROOT / "configs/mixins/union.yaml"]
     trained = content_of(files[1])["model"]["init_args"]["attack"]
     evaluated = [attack for path in files for _, attack in attacks_in(content_of(path))]
@@ -540,7 +498,6 @@ def test_union_trains_and_is_evaluated_in_the_same_three_balls(tmp_path, monkeyp
     ]
     assert balls[0] == balls[1] == {("linf", 0.1), ("l2", 1.0), ("l1", 5.0)}
     configs = [part for path in files for part in ("--config", str(path))]
-    monkeypatch.chdir(tmp_path)
     run("fit", *configs, GREY, *SMALL)
 
 

@@ -6,9 +6,10 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from lightning_rob import PGD, RobustEval, Threat
-from tests.callbacks.test_any_module import DATA, Classifier, Repeated, Stored, trainer
+from tests.callbacks.test_any_module import DATA, STORED, Classifier, Repeated, trainer
 from tests.forked import forked, two_processes, two_ranks
-from tests.tiny import arc, pgd, recipe, records, robust_eval, run, weights
+from tests.pieces import records, spec
+from tests.tiny import arc, pgd, recipe, robust_eval, run, weights
 
 TWO = ["--trainer.strategy=ddp_find_unused_parameters_true", "--trainer.devices=2"]
 
@@ -25,26 +26,23 @@ def start(*args):
 def auto(*attacks, **options):
     threat = {"norm": "linf", "eps": "16/255"}
     init = {"threat": threat, "version": "custom", "attacks": attacks, "queries": 20, **options}
-    return {"class_path": "lightning_rob.attacks.AutoAttack", "init_args": init}
+    return spec("lightning_rob.attacks.AutoAttack", **init)
 
 
 def evaluate(folder, checkpoint, batch_size, *args):
     """The records of 53 images: that of each figure, and those image by image."""
-    folder.mkdir()
     attacks = {"apgd": pgd(random_start=True, restarts=2), "arc": arc(random_start=True)}
     attacks |= {"square": auto("square"), "autoattack": auto("apgd-ce", "apgd-dlr")}
-    data = {"class_path": "tests.tiny.Blobs", "init_args": {"test_size": 53}}
+    data = spec("tests.tiny.Blobs", test_size=53, eval_batch_size=batch_size)
     callbacks = [
         robust_eval(attacks, repeats=2, group_size=16),
         robust_eval({"few": pgd()}, max_images=20),
     ]
     file = recipe(folder, data=data, **{"trainer__callbacks+": callbacks})
-    size = f"--data.init_args.eval_batch_size={batch_size}"
-    start("test", "--config", file, "--ckpt_path", checkpoint, size, *args)
-    lines = [
-        {k: v for k, v in line.items() if k not in ("seconds", "session")}
-        for line in records(folder)
-    ]
+    start("test", "--config", file, "--ckpt_path", checkpoint, *args)
+    lines = records(folder)
+    for line in lines:
+        del line["seconds"], line["session"]
     images = sorted((folder / "run/version_0/images").glob("*.csv"))
     return lines, [path.read_bytes() for path in images]
 
@@ -60,34 +58,23 @@ def test_two_processes_and_any_batch_size_leave_the_same_records(trained, tmp_pa
     assert {name: line["n"] for name, line in figures.items()} == expected
     assert figures["apgd"]["group_size"] == 16
     assert all(0 < figures[name]["accuracy"] < 1 for name in expected)
-    assert len(first[1]) == 2
-    assert all(other == first for other in others)
+    assert len(first[1]) == 2 and all(other == first for other in others)
 
 
 def test_two_processes_train_an_ensemble(tmp_path):
     short = ["--trainer.max_epochs=2", "--model.epochs=1"]
-    done = two_ranks("fit", "--config", recipe(tmp_path), *TWO, *short)
-    assert done.returncode == 0, done.stderr
+    start("fit", "--config", recipe(tmp_path), *TWO, *short)
     assert {r["n"] for r in records(tmp_path)} == {32}
 
 
 def test_two_processes_perturb_weights_like_one(tmp_path):
     """The perturbation follows the mean gradient: of one batch of 16 images, or two of 8."""
-    init = {
-        "net": {"class_path": "tests.modules.support.WithoutNorm"},
-        "attack": pgd(),
-        "trades_beta": 6.0,
-        "awp": 0.1,
-        "optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}},
-    }
-    options = {
-        "model": {"class_path": "AdversarialTraining", "init_args": init},
-        "data": {"class_path": "tests.tiny.Blobs", "init_args": {"train_size": 48}},
-        "trainer__callbacks+": [],
-    }
+    init = {"net": spec("tests.modules.support.WithoutNorm"), "attack": pgd(), "trades_beta": 6.0}
+    init |= {"awp": 0.1, "optimizer": spec("torch.optim.SGD", lr=0.1)}
+    options = {"data": spec("tests.tiny.Blobs", train_size=48), "trainer__callbacks+": []}
+    options["model"] = spec("AdversarialTraining", **init)
     trained = []
     for name, processes in {"one": [], "two": TWO}.items():
-        (tmp_path / name).mkdir()
         start("fit", "--config", recipe(tmp_path / name, **options), *processes)
         trained.append(weights(tmp_path / name / "run/version_0/checkpoints/epoch=3-step=4.ckpt"))
     for one, other in zip(*(each.values() for each in trained), strict=True):
@@ -114,7 +101,6 @@ def test_two_processes_predict_into_one_file(trained, tmp_path):
     files = []
     for args in ([], TWO):
         folder = tmp_path / str(len(args))
-        folder.mkdir()
         start("predict", "--config", recipe(folder), "--ckpt_path", trained, *args)
         files.append(pandas.read_csv(folder / "run/version_0/predictions.csv"))
     assert files[0]["index"].tolist() == list(range(33))
@@ -133,12 +119,9 @@ class Odd(Sampler):
 
 def validated(out, processes):
     """Write index and scores under a sampler and of stored batches, and try a stream."""
-    stored, found = DataLoader(Stored(), batch_size=None), []
-    for loader, number in (
-        (DataLoader(DATA, 4, sampler=Odd()), None),
-        (stored, None),
-        (stored, 12),
-    ):
+    stored, found = DataLoader(STORED, batch_size=None), []
+    odd = DataLoader(DATA, 4, sampler=Odd())
+    for loader, number in ((odd, None), (stored, None), (stored, 12)):
         torch.manual_seed(int(os.environ.get("LOCAL_RANK", "0")))  # processes shuffle differently
         attacks = {"pgd": PGD(Threat("linf", 0.1), 2, 0.05)}
         callback = RobustEval(attacks, max_images=number, group_size=4)
@@ -156,7 +139,6 @@ def test_every_image_counts_once_under_any_sampler(tmp_path):
     done = two_processes(validated, tmp_path / "two", 2)
     assert "2 processes are served the same images" in done.stderr
     one, two = (torch.load(tmp_path / name) for name in ("one", "two"))
-    assert one[0][0].tolist() == list(range(1, 26, 2))
-    assert all(map(torch.equal, one[0], two[0]))
+    assert one[0][0].tolist() == list(range(1, 26, 2)) and all(map(torch.equal, one[0], two[0]))
     assert [len(set(index.tolist())) for index, _ in two] == [13, 40, 12]
     assert one[1][1][:, 0].sum() == two[1][1][:, 0].sum() > 0  # clean

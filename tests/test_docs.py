@@ -1,11 +1,9 @@
 """The documentation: links lead somewhere, examples print what is shown, the site builds."""
 
 import json
-import os
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,8 +14,8 @@ import lightning_rob
 from lightning_rob import Threat, attacks
 from lightning_rob.cli import main
 from lightning_rob.evaluation.suites import PLUG_INS
+from tests.pieces import ROOT, lines_of, python
 
-ROOT = Path(__file__).parents[1]
 FOLDERS = ("docs", ".github")
 PAGES = {page.name: page for folder in FOLDERS for page in sorted((ROOT / folder).glob("*.md"))}
 PAGES["README.md"] = ROOT / "README.md"
@@ -91,16 +89,23 @@ def test_the_detector_of_the_page_rejects(capsys):
     assert scope["result"].rejected("pgd") > 0
 
 
-def test_a_module_of_yours(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A folder whose module `mine` is imported anew."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    yield tmp_path
+    sys.modules.pop("mine", None)
+
+
+def test_a_module_of_yours(mine, monkeypatch, capsys):
     """A Trainer, a LightningCLI and `lightning-rob fit` take the classes of the page."""
     page = PAGES["yours.md"].read_text()
     scripts = re.findall(r"```python\n(.*?)```", page, re.S)[:3]
     for name, script in zip(("mine.py", "run.py", "train.py"), scripts, strict=True):
-        (tmp_path / name).write_text(script)
-    (tmp_path / "pgd.yaml").write_text((ROOT / "callbacks/pgd.yaml").read_text())
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
+        Path(name).write_text(script)
+    Path("pgd.yaml").write_text((ROOT / "callbacks/pgd.yaml").read_text())
     commands = re.findall(
         r"^(python train|lightning-rob fit --model)(.*)", page.replace("\\\n", ""), re.M
     )
@@ -113,25 +118,20 @@ def test_a_module_of_yours(tmp_path, monkeypatch, capsys):
         else:
             main(args)
         assert "val/robust/worst" in capsys.readouterr().out
-    del sys.modules["mine"]
 
 
-def test_an_attack_without_gradients(tmp_path, monkeypatch, capsys):
+def test_an_attack_without_gradients(mine):
     """The class, the function and their plug-in attack a network of the package."""
     page = PAGES["extending.md"].read_text().partition("### Without gradients")[2]
     page = page.partition("\n## ")[0]
     for name, language in (("mine.py", "python"), ("search.yaml", "yaml")):
         parts = re.findall(rf"```{language}\n(.*?)```", page, re.S)
         assert len(parts) == 2
-        (tmp_path / name).write_text("".join(parts))
+        Path(name).write_text("".join(parts))
     line = re.search(r"PYTHONPATH=\. lightning-rob (.*)", page)[1]
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
     main(shlex.split(line))
-    del sys.modules["mine"]
-    (record,) = tmp_path.rglob("robust.jsonl")
-    found = {one["name"]: one for one in map(json.loads, record.read_text().splitlines())}
+    (record,) = mine.rglob("robust.jsonl")
+    found = {one["name"]: one for one in lines_of(record)}
     assert found["clean"]["n"] == 100
     for attack in ("search", "grey"):
         assert found[attack]["accuracy"] < found["clean"]["accuracy"] - 0.2
@@ -141,9 +141,7 @@ def test_an_attack_without_gradients(tmp_path, monkeypatch, capsys):
 def pages(tmp_path_factory):
     """The pages from which the site is built, tutorials without output."""
     folder = tmp_path_factory.mktemp("pages") / "pages"
-    line = [sys.executable, "docs/write_pages.py", str(folder), "--without_output"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    subprocess.run(line, check=True, cwd=ROOT, env=environment)
+    python("docs/write_pages.py", folder, "--without_output")
     return folder
 
 
@@ -169,10 +167,7 @@ def test_the_site_has_every_public_name(pages, tmp_path):
     config = {"INHERIT": str(ROOT / "mkdocs.yml"), "docs_dir": str(pages)}
     (tmp_path / "mkdocs.yml").write_text(json.dumps(config))
     site = tmp_path / "site"
-    line = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    built = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, env=environment)
-    assert built.returncode == 0, built.stderr
+    python("-m", "mkdocs", "build", "--strict", "--site-dir", site, cwd=tmp_path)
     with (site / "objects.inv").open("rb") as file:
         documented = set(Inventory.parse_sphinx(file))
     public = [getattr(lightning_rob, name) for name in dir(lightning_rob) if name not in CONSTANTS]
@@ -186,10 +181,6 @@ def test_the_site_has_every_public_name(pages, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TUTORIALS)
 def test_tutorial_runs(name, tmp_path):
-    environment = os.environ | {"MPLBACKEND": "agg", "PYTHONPATH": str(ROOT)}
-    line = [sys.executable, "-W", "ignore", str(TUTORIALS[name])]
-    options = {"capture_output": True, "text": True, "timeout": 600, "cwd": tmp_path}
-    ran = subprocess.run(line, env=environment, **options)
-    assert ran.returncode == 0, ran.stderr
+    python("-W", "ignore", TUTORIALS[name], cwd=tmp_path, MPLBACKEND="agg")
     pictures = TUTORIALS[name].read_text().count("plt.show()")
     assert len(list(tmp_path.glob(f"{name}*.png"))) == pictures > 0

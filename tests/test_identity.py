@@ -9,7 +9,7 @@ import jsonargparse
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -21,20 +21,18 @@ from lightning_rob.runtime.identity import attack_spec, cache_key, fingerprint
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import GaussianNoise, HorizontalFlip
 from tests.forked import Forked
-from tests.tiny import TinyNet
+from tests.tiny import TinyNet, quiet_trainer
 
 THREAT = Threat("l2", 0.5)
 PLAIN = PGD(THREAT, 3, 0.1, objective=ce_of_mean_logits, draws=4)
-
+NOISE = GaussianNoise(alpha=0.1)
 DEFENSES = {
     "net": lambda net: Single(net),
     "ensemble": lambda net: Ensemble([net, net]),
     "majority": lambda net: Ensemble([net, net], rule=majority),
-    "noise": lambda net: RandomTransforms(net, [GaussianNoise(alpha=0.1)], 1, 2),
+    "noise": lambda net: RandomTransforms(net, [NOISE], 1, 2),
     "flip": lambda net: RandomTransforms(net, [HorizontalFlip()], 1, 2),
-    "identity": lambda net: RandomTransforms(
-        net, [GaussianNoise(alpha=0.1)], 1, 2, gradients="identity"
-    ),
+    "identity": lambda net: RandomTransforms(net, [NOISE], 1, 2, gradients="identity"),
     "flips": lambda net: TransformEnsemble([net, net], ["flip_both", "clean"]),
     "mixture": lambda net: Mixture([Single(net), Ensemble([net, net])]),
     "mixture of majority": lambda net: Mixture([Single(net), Ensemble([net, net], rule=majority)]),
@@ -95,29 +93,23 @@ def test_a_fingerprint_covers_the_attributes_of_a_users_network(change):
         net = type("Net", (TinyNet,), {})()
         change(net, by)
         found.append(fingerprint(Single(net)))
-    assert found[0] != found[1]
-    assert found[0] == found[2]
+    assert found[0] != found[1] and found[0] == found[2]
 
 
-FILES = {
-    "users/__init__.py": "",
-    "users/settings.py": "GAIN = 2.0",
-    "users/layers.py": "from users.settings import GAIN\n\ndef act(x):\n    return x * GAIN",
-    "users/unread.py": "GAIN = 2.0",
-    "users/net.py": """
+NET = """
 from torch import nn
 from . import layers
 scale = 1.0
-
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.scale = 3.0
-
     def forward(self, x):
         return layers.act(x) * self.scale
-""",
-}
+"""
+LAYERS = "from users.settings import GAIN\n\ndef act(x):\n    return x * GAIN"
+FILES = {"__init__": "", "settings": "GAIN = 2.0", "unread": "GAIN = 2.0"}
+FILES |= {"layers": LAYERS, "net": NET}
 
 
 def print_fingerprint(folder, change):
@@ -131,10 +123,9 @@ def print_fingerprint(folder, change):
 
 def test_a_fingerprint_covers_the_files_that_a_users_network_imports(tmp_path):
     def printed(change="", **edited):
+        (tmp_path / "users").mkdir(exist_ok=True)
         for name, text in FILES.items():
-            path = tmp_path / name
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(text + edited.get(path.stem, ""))
+            (tmp_path / f"users/{name}.py").write_text(text + edited.get(name, ""))
         done = Forked(print_fingerprint, str(tmp_path), change).wait()
         assert done.returncode == 0, done.stderr
         return done.stdout
@@ -142,8 +133,7 @@ def test_a_fingerprint_covers_the_files_that_a_users_network_imports(tmp_path):
     before = printed()
     # A global of the name of an attribute, and a file that the network does not import:
     assert printed("users.net.scale = 5.0", unread="# changed") == before
-    assert printed(net="\n# changed") != before
-    assert printed(settings="\n# changed") != before
+    assert printed(net="\n# changed") != before and printed(settings="\n# changed") != before
 
 
 class Logged(LightningModule):
@@ -163,12 +153,10 @@ class Watched(Callback):
         self.seen.append(fingerprint(module))
 
 
-def test_a_run_does_not_change_a_fingerprint(tmp_path):
+def test_a_run_does_not_change_a_fingerprint():
     module, watch = Logged(), Watched()
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
-    trainer = Trainer(accelerator="cpu", default_root_dir=tmp_path, callbacks=[watch], **quiet)
     before = fingerprint(module)
-    trainer.test(module, DataLoader(torch.ones(2, 2)), verbose=False)
+    quiet_trainer(watch).test(module, DataLoader(torch.ones(2, 2)), verbose=False)
     assert watch.seen == [before] * 2
 
 
@@ -189,17 +177,10 @@ def test_code_without_a_file_is_equal_to_none_of_another_process():
         assert cache_key(a=value) != cache_key(a=value)
 
 
-@pytest.mark.parametrize(
-    "attack",
-    [
-        PLAIN,
-        Strongest((PLAIN, ARC(THREAT, 5, 0.5))),
-        OnMember(PLAIN, 1),
-        Quantized8Bit(PLAIN),
-        PAA(PLAIN),
-    ],
-    ids=lambda attack: type(attack).__name__,
-)
+NESTED = Strongest((PLAIN, ARC(THREAT, 5, 0.5))), OnMember(PLAIN, 1), Quantized8Bit(PLAIN)
+
+
+@pytest.mark.parametrize("attack", [PLAIN, *NESTED, PAA(PLAIN)], ids=lambda a: type(a).__name__)
 def test_a_spec_is_a_recipe_of_the_attack(attack):
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_argument("--attack", type=Attack)

@@ -1,8 +1,6 @@
 """The order of the package: each file or folder imports only what stands before it."""
 
 import ast
-import subprocess
-import sys
 from functools import cache
 from graphlib import TopologicalSorter
 from inspect import isabstract
@@ -13,6 +11,7 @@ import pytest
 import lightning_rob
 from lightning_rob.attacks import Attack
 from lightning_rob.defenses import Defense
+from tests.pieces import python
 
 ROOT = Path(lightning_rob.__file__).parent
 LOWER = [  # works without Lightning
@@ -54,12 +53,6 @@ def own_imports(path: Path) -> list[list[str]]:
     return [names for names in parts if names[0] == "lightning_rob" and len(names) > 1]
 
 
-def run(code: str) -> list[str]:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
-
-
 def test_the_order_holds_every_part():
     assert {place(path) for path in FILES} == set(ORDER)
 
@@ -73,14 +66,9 @@ def test_no_import_goes_up():
 
 def test_there_is_no_circle_of_files():
     """Imports inside functions count: they would only hide a circle."""
-    known = {
-        ".".join(("lightning_rob", *path.relative_to(ROOT).with_suffix("").parts)) for path in FILES
-    }
-    graph = {}
-    for path in FILES:
-        name = dotted(path)
-        if not name.endswith("__init__"):
-            graph[name] = {".".join(parts) for parts in own_imports(path)} & known
+    known = {dotted(path): path for path in FILES}
+    graph = {n: known.keys() & {*map(".".join, own_imports(known[n]))} for n in known}
+    graph = {name: after for name, after in graph.items() if not name.endswith("__init__")}
     assert "lightning_rob.attacks.base" in graph["lightning_rob.attacks.pgd"]
     TopologicalSorter(graph).prepare()  # a circle is a CycleError, which names it
 
@@ -117,7 +105,7 @@ for name in {modules}:
         break
 print("done")
 """
-    *loaded, last = run(code)
+    *loaded, last = python("-c", code).split()
     assert last == "done"
     heavy = {"kornia", "scipy", "torchvision", "torchmetrics", "lightning", "matplotlib", "sklearn"}
     assert not heavy & {name.partition(".")[0] for name in loaded}
@@ -128,7 +116,7 @@ def test_importing_the_package_loads_nothing_heavy():
     """The command line answers `--help` before torch is imported."""
     heavy = "{'torch', 'lightning', 'torchvision', 'torchmetrics', 'numpy', 'matplotlib'}"
     code = f"import sys, lightning_rob as r; print(*({heavy} & set(sys.modules)), r.__version__)"
-    assert run(code) == [lightning_rob.__version__]
+    assert python("-c", code).split() == [lightning_rob.__version__]
 
 
 def concrete(kind: type) -> set[str]:

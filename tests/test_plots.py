@@ -5,17 +5,7 @@ import pytest
 import torch
 from matplotlib.colors import to_rgb
 
-from lightning_rob.plots import (
-    Curve,
-    GalleryRow,
-    MemberPredictions,
-    amplification,
-    bars,
-    convergence,
-    curves,
-    gallery,
-    heat_map,
-)
+from lightning_rob import plots
 
 
 def contrast(color, shade):
@@ -29,7 +19,7 @@ def contrast(color, shade):
 
 def test_heat_map_says_each_number_in_its_place_and_readably():
     values = torch.linspace(0, 1, 12).reshape(3, 4)
-    figure = heat_map(values, list("abc"), list("wxyz"), "a title")
+    figure = plots.heat_map(values, list("abc"), list("wxyz"), "a title")
     axes = figure.axes[0]
     image = axes.images[0]
     texts = {text.get_position(): text for text in axes.texts}
@@ -47,7 +37,7 @@ def test_heat_map_says_each_number_in_its_place_and_readably():
 
 
 def test_the_convergence_figure_never_falls():
-    figure = convergence([0.5, None, 0.3, 0.7, 0.6], "val/robust/pgd")
+    figure = plots.convergence([0.5, None, 0.3, 0.7, 0.6], "val/robust/pgd")
     axes = figure.axes[0]
     lines = {line.get_label(): line for line in axes.lines}
     assert list(lines["best so far"].get_ydata()) == [0.5, 0.5, 0.7, 0.7, 0.7]
@@ -62,16 +52,16 @@ def case(label=1, channels=3, members=2, eps=0.1):
     shown = []
     for part in (classes, classes + 1):
         image = clean + eps * torch.rand(clean.shape, generator=generator)
-        shown.append(MemberPredictions(image, part, 0.5 + 0.1 * classes))
-    return GalleryRow(label, clean, *shown)
+        shown.append(plots.MemberPredictions(image, part, 0.5 + 0.1 * classes))
+    return plots.GalleryRow(label, clean, *shown)
 
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_figure_shows_the_images_and_the_amplified_change(channels):
     cases = [case(1, channels), case(2, channels, eps=0.05)]
-    figure = gallery(cases, ("one", "two"))
+    figure = plots.gallery(cases, ("one", "two"))
     grid = np.reshape(figure.axes, (2, 7))
-    factor = amplification(cases)
+    factor = plots.amplification(cases)
     assert 4.9 < factor < 5.6
     for row, images_shown in zip(grid, cases, strict=True):
         pictures = {0: images_shown.clean, 2: images_shown.weak.image, 5: images_shown.strong.image}
@@ -88,7 +78,7 @@ def test_figure_shows_the_images_and_the_amplified_change(channels):
 
 def test_figure_says_what_each_member_classes():
     names = ["north", "east", "south"]
-    figure = gallery([case(1)], ("one", "two"), names, "a title")
+    figure = plots.gallery([case(1)], ("one", "two"), names, "a title")
     grid = np.reshape(figure.axes, (1, 7))
     assert grid[0, 0].get_ylabel() == "east"
     said = [[text.get_text() for text in grid[0, place].texts] for place in (3, 6)]
@@ -97,15 +87,15 @@ def test_figure_says_what_each_member_classes():
 
 
 def test_curves_show_accuracy_and_interval_at_each_value():
-    line = Curve("pgd", [2.0, 1.0], [0.25, 0.5], [(0.2, 0.3), (0.4, 0.6)])
-    axes = curves([line], "eps", "accuracy").axes[0]
+    line = plots.Curve("pgd", [2.0, 1.0], [0.25, 0.5], [(0.2, 0.3), (0.4, 0.6)])
+    axes = plots.curves([line], "eps", "accuracy").axes[0]
     assert axes.lines[0].get_xydata().tolist() == [[1.0, 50.0], [2.0, 25.0]]
     band = axes.collections[0].get_paths()[0].vertices
     assert {(1.0, 40.0), (1.0, 60.0), (2.0, 20.0), (2.0, 30.0)} <= set(map(tuple, band.tolist()))
 
 
 def test_bars_say_accuracies_and_intervals():
-    figure = bars(["clean", "worst"], [0.9, 0.0], [(0.8, 0.95), (0.0, 0.2)])
+    figure = plots.bars(["clean", "worst"], [0.9, 0.0], [(0.8, 0.95), (0.0, 0.2)])
     (axes,) = figure.axes
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["clean\n90.0", "worst\n0.0"]
     (errors,) = axes.collections

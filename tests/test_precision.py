@@ -29,8 +29,7 @@ def trained(tmp_path_factory):
 
 def test_a_mixed_accumulated_fit_gives_finite_accuracies(trained):
     figures = [r["accuracy"] for r in records(trained)]
-    assert len(figures) >= 12
-    assert all(0 <= figure <= 1 for figure in figures)
+    assert len(figures) >= 12 and all(0 <= figure <= 1 for figure in figures)
     saved = weights(trained / CHECKPOINT)  # 4 batches an epoch are 2 steps
     assert all(torch.isfinite(tensor).all() for tensor in saved.values())
     assert {t.dtype for t in saved.values() if t.is_floating_point()} == {torch.float32}
@@ -39,7 +38,6 @@ def test_a_mixed_accumulated_fit_gives_finite_accuracies(trained):
 def test_accuracies_do_not_depend_on_the_precision(trained, tmp_path):
     found = []
     for name in ("32-true", "bf16-mixed"):
-        (tmp_path / name).mkdir()
         objective = "tests.test_precision.witness"
         suite = robust_eval({"apgd": pgd(objective=objective), "arc": arc(random_start=True)})
         file = recipe(tmp_path / name, **{"trainer__callbacks+": [suite]})
@@ -49,6 +47,5 @@ def test_accuracies_do_not_depend_on_the_precision(trained, tmp_path):
         assert set(SEEN) == {(torch.float32, False)}
         robust = [r for r in records(tmp_path / name) if r["name"] != "clean"]
         found.append({r["name"]: r["accuracy"] for r in robust})
-    assert found[0] == found[1]
-    assert all(math.isfinite(figure) for figure in found[0].values())
+    assert found[0] == found[1] and all(math.isfinite(figure) for figure in found[0].values())
     assert 0 < found[0]["apgd"] < 1

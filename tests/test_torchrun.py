@@ -2,23 +2,18 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from tests.tiny import ROOT, arc, pgd, recipe, records, robust_eval, shell, weights
+from tests.forked import free_port
+from tests.pieces import ROOT, python, records, shell, spec
+from tests.tiny import arc, pgd, recipe, robust_eval, weights
 
 NODES = ["--trainer.num_nodes=2", "--trainer.devices=1", "--rank_timeout=300"]
 DDP = "--trainer.strategy=ddp_find_unused_parameters_true"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def by_torchrun(node: int, port: int) -> tuple[list[str], dict[str, str]]:
@@ -39,16 +34,10 @@ def two_nodes(start, *args) -> None:
     port, running = free_port(), []
     for node in range(2):
         launcher, told = start(node, port)
-        running.append(
-            subprocess.Popen(
-                [sys.executable, *launcher, "-m", "lightning_rob", *map(str, args), DDP, *NODES],
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-                env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | told,
-                cwd=ROOT,
-            )
-        )
+        line = [sys.executable, *launcher, "-m", "lightning_rob", *map(str, args), DDP, *NODES]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | told
+        options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        running.append(subprocess.Popen(line, env=environment, cwd=ROOT, **options))
     errors = [process.communicate(timeout=600)[1] for process in running]
     assert [process.returncode for process in running] == [0, 0], "\n".join(errors)
 
@@ -58,19 +47,16 @@ def figures(folder) -> dict:
 
 
 def attacked(folder):
-    folder.mkdir()
-    data = {"class_path": "tests.tiny.Blobs", "init_args": {"test_size": 33, "eval_batch_size": 7}}
+    data = spec("tests.tiny.Blobs", test_size=33, eval_batch_size=7)
     suite = robust_eval({"apgd": pgd(random_start=True), "arc": arc(random_start=True)})
     return recipe(folder, data=data, **{"trainer__callbacks+": [suite]})
 
 
 def one_and_two(folder, start) -> tuple[dict, dict]:
     """The figures of the same checkpoint on one process and on two nodes."""
-    done = shell("fit", "--config", recipe(folder))
-    assert done.returncode == 0, done.stderr
+    shell("fit", "--config", recipe(folder))
     checkpoint = folder / "run/version_0/checkpoints/epoch=3-step=16.ckpt"
-    done = shell("test", "--config", attacked(folder / "one"), "--ckpt_path", checkpoint)
-    assert done.returncode == 0, done.stderr
+    shell("test", "--config", attacked(folder / "one"), "--ckpt_path", checkpoint)
     two_nodes(start, "test", "--config", attacked(folder / "two"), "--ckpt_path", checkpoint)
     return figures(folder / "one"), figures(folder / "two")
 
@@ -80,8 +66,7 @@ def one_and_two(folder, start) -> tuple[dict, dict]:
 def test_two_nodes_give_the_figures_of_one_process(start, tmp_path):
     one, two = one_and_two(tmp_path, start)
     assert {name: n for name, (n, _) in one.items()} == {"apgd": 33, "arc": 33, "worst": 33}
-    assert 0 < one["apgd"][1] < 1
-    assert two == one
+    assert 0 < one["apgd"][1] < 1 and two == one
 
 
 @pytest.mark.slow
@@ -91,8 +76,7 @@ def test_two_nodes_train_and_leave_one_checkpoint_that_one_process_tests(tmp_pat
     assert {r["n"] for r in records(tmp_path / "two")} == {32}
     assert all(torch.isfinite(tensor).all() for tensor in weights(path).values())
     last = {r["name"]: r["accuracy"] for r in records(tmp_path / "two") if r["epoch"] == 3}
-    done = shell("validate", "--config", attacked(tmp_path / "one"), "--ckpt_path", path)
-    assert done.returncode == 0, done.stderr
+    shell("validate", "--config", attacked(tmp_path / "one"), "--ckpt_path", path)
     assert {r["name"]: r["accuracy"] for r in records(tmp_path / "one")} == last
 
 
@@ -103,20 +87,13 @@ def test_workers_of_ray_leave_the_records_of_one_process(tmp_path):
     page = (ROOT / "docs/running.md").read_text()
     script = tmp_path / "on_ray.py"
     script.write_text(re.search(r"```python\n(import os\n.*?import ray.*?)```", page, re.S)[1])
-    done = shell("fit", "--config", recipe(tmp_path))
-    assert done.returncode == 0, done.stderr
+    shell("fit", "--config", recipe(tmp_path))
     checkpoint, images = tmp_path / "run/version_0/checkpoints/epoch=3-step=16.ckpt", []
+    path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
     for name, start in {"one": ["-m", "lightning_rob"], "two": [script, 2]}.items():
         strategy = [] if name == "one" else [DDP]
         given = ["test", "--config", attacked(tmp_path / name), "--ckpt_path", checkpoint]
-        done = subprocess.run(
-            [sys.executable, *map(str, [*start, *given, *strategy])],
-            capture_output=True,
-            text=True,
-            env=os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
-            cwd=ROOT,
-        )
-        assert done.returncode == 0, done.stderr
+        python(*start, *given, *strategy, PYTHONPATH=path)
         images.append([p.read_bytes() for p in sorted((tmp_path / name).rglob("images/*.csv"))])
     assert images[0]
     assert images[0] == images[1]

@@ -2,7 +2,6 @@
 
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,10 +11,9 @@ from lightning_rob.commands.recipes import shipped_files
 from lightning_rob.data import Digits5k
 from lightning_rob.metrics import robust_accuracy
 from lightning_rob.runtime.errors import InputError
-from tests.schema import checked
+from tests.pieces import ROOT, lines_of
 from tests.tiny import exit_code, refused
 
-ROOT = Path(__file__).parents[1]
 CARDS = shipped_files("zoo")
 FEWER = {  # images, to be quick
     "test": ["--trainer.callbacks.max_images=40"],
@@ -27,7 +25,7 @@ FEWER = {  # images, to be quick
 @pytest.mark.parametrize("name", CARDS)
 def test_a_network_has_the_accuracies_of_its_card(name):
     folder = CARDS[name].parent
-    records = [checked(line) for line in (folder / "robust.jsonl").read_text().splitlines()]
+    records = lines_of(folder / "robust.jsonl")
     card = CARDS[name].read_text().replace("**", "")
     for record in records[1:]:  # the first is clean accuracy, of which the card shows the last
         assert f"| {record['name']} | full defense | {record['accuracy']:.1%} |" in card

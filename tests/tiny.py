@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
@@ -14,11 +12,9 @@ from torch.nn.functional import cross_entropy
 
 from lightning_rob.cli import main
 from lightning_rob.data import ImageData
-from tests.schema import checked
-
-ROOT = Path(__file__).parent.parent
-CKPT = "run/version_0/checkpoints/last.ckpt"
-KEPT = {"class_path": "ModelCheckpoint", "init_args": {"save_last": True}}
+from tests.pieces import CKPT, adam, spec
+from tests.pieces import ROOT as ROOT
+from tests.pieces import records as records
 
 
 class TinyNet(nn.Module):
@@ -102,46 +98,37 @@ def fit_all(net: nn.Module, x: Tensor, y: Tensor, steps: int) -> nn.Module:
     return net.eval()
 
 
+KEPT = spec("ModelCheckpoint", save_last=True)
+
+
 def pgd(**options) -> dict:
     init = {"threat": {"norm": "linf", "eps": "16/255"}, "steps": 3, "step_size": "8/255"} | options
-    return {"class_path": "lightning_rob.attacks.PGD", "init_args": init}
+    return spec("lightning_rob.attacks.PGD", **init)
 
 
 def arc(**options) -> dict:
-    init = {"threat": {"norm": "linf", "eps": "16/255"}, "steps": 3, "step_size": "16/255"}
-    return {"class_path": "lightning_rob.attacks.ARC", "init_args": init | options}
+    return pgd(**{"step_size": "16/255"} | options) | {"class_path": "lightning_rob.attacks.ARC"}
 
 
 def robust_eval(attacks: dict, **options) -> dict:
-    init = {"attacks": attacks} | options
-    return {"class_path": "lightning_rob.callbacks.RobustEval", "init_args": init}
+    return spec("lightning_rob.callbacks.RobustEval", attacks=attacks, **options)
 
 
 def recipe(folder: Path, **overrides) -> Path:
     """A BAT run of two epochs per member in a second or two, written as a YAML file."""
+    where = {"save_dir": str(folder), "name": "run", "version": 0}
+    logger = spec("lightning.pytorch.loggers.TensorBoardLogger", **where)
     content = {
         "seed_everything": 0,
-        "model": {
-            "class_path": "lightning_rob.modules.BAT",
-            "init_args": {
-                "net": {"class_path": "tests.tiny.TinyNet", "init_args": {"width": 16}},
-                "attack": pgd(),
-                "epochs": 2,
-                "probs": [0.9, 0.1],
-                "optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}},
-            },
-        },
-        "data": {"class_path": "tests.tiny.Blobs", "init_args": {}},
+        "model": spec(
+            "lightning_rob.modules.BAT",
+            **{"net": spec("tests.tiny.TinyNet", width=16), "attack": pgd(), "optimizer": adam()},
+            **{"epochs": 2, "probs": [0.9, 0.1]},
+        ),
+        "data": spec("tests.tiny.Blobs"),
         "trainer": {
-            "accelerator": "cpu",
-            "max_epochs": 4,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "log_every_n_steps": 1,
-            "logger": {
-                "class_path": "lightning.pytorch.loggers.TensorBoardLogger",
-                "init_args": {"save_dir": str(folder), "name": "run", "version": 0},
-            },
+            **{"accelerator": "cpu", "max_epochs": 4, "log_every_n_steps": 1, "logger": logger},
+            **dict.fromkeys(("enable_progress_bar", "enable_model_summary"), False),
             "callbacks+": [robust_eval({"apgd": pgd(), "arc": arc()})],
         },
     }
@@ -151,6 +138,7 @@ def recipe(folder: Path, **overrides) -> Path:
         for name in path:
             part = part[name]
         part[last] = value
+    folder.mkdir(parents=True, exist_ok=True)
     file = folder / "recipe.yaml"
     file.write_text(yaml.safe_dump(content, sort_keys=False))
     return file
@@ -173,8 +161,10 @@ def refused(capsys, *args: str) -> str:
     """The line of error with which a command ends, its only one."""
     capsys.readouterr()
     assert exit_code(*args) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    text = capsys.readouterr().err
+    (line,) = [line for line in text.splitlines() if "error:" in line]
     assert line.startswith("lightning-rob: error: ")
+    assert "Traceback" not in text
     assert len(line) < 500
     return line
 
@@ -198,18 +188,6 @@ def quiet_trainer(*callbacks: Callback, **options) -> Trainer:
 def images_of(data: ImageData, part: str = "test") -> tuple[Tensor, Tensor]:
     samples = [data.parts[part][i] for i in range(len(data.parts[part]))]
     return torch.stack([s[0] for s in samples]), torch.tensor([s[1] for s in samples])
-
-
-def shell(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own."""
-    command = [sys.executable, "-m", "lightning_rob", *map(str, args)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | env
-    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
-
-
-def records(folder: Path) -> list[dict]:
-    lines = (folder / "run/version_0/robust.jsonl").read_text().splitlines()
-    return list(map(checked, lines))
 
 
 def weights(path: Path) -> dict[str, Tensor]:

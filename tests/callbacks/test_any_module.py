@@ -14,13 +14,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_rob import PGD, Ensemble, RobustEval, Single, Threat, evaluate
-from lightning_rob.callbacks import (
-    RobustAudit,
-    RobustCheckpoint,
-    TransferMatrixEval,
-    VotingRuleEval,
-)
+from lightning_rob import PGD, Ensemble, RobustAudit, RobustEval, Single, Threat, evaluate
+from lightning_rob.callbacks import RobustCheckpoint, TransferMatrixEval, VotingRuleEval
 from tests.tiny import TinyNet
 from tests.tiny import quiet_trainer as trainer
 
@@ -48,8 +43,7 @@ class Classifier(LightningModule):
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
         pass
 
-    def test_step(self, batch, batch_idx, dataloader_idx=0):
-        pass
+    test_step = validation_step
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1)
@@ -68,19 +62,7 @@ def test_a_module_without_the_step_gets_advice(step):
     with pytest.raises(MisconfigurationException, match=name) as error:
         getattr(trainer(RobustEval(ATTACKS), RobustEval(ATTACKS)), step)(WithoutSteps(), loader)
     (note,) = error.value.__notes__
-    assert f"Give WithoutSteps a {name}" in note
-    assert "evaluate(module, " in note
-
-
-class Dictionaries(Dataset):
-    """The same images, normalized, in dictionaries."""
-
-    def __len__(self):
-        return len(DATA)
-
-    def __getitem__(self, i):
-        x, y = DATA[i]
-        return {"image": (x - 0.5) / 0.25, "label": y}
+    assert f"Give WithoutSteps a {name}" in note and "evaluate(module, " in note
 
 
 class Noisy(Dataset):
@@ -95,14 +77,7 @@ class Noisy(Dataset):
         return (x + 0.1 * torch.cat(noise).view(3, 1, 1)).float().clamp(0, 1), y
 
 
-class Stored(Dataset):
-    """The same images, stored in batches of 9; the last one has 4."""
-
-    def __len__(self):
-        return 5
-
-    def __getitem__(self, i):
-        return DATA[9 * i : 9 * i + 9]
+STORED = [DATA[9 * i : 9 * i + 9] for i in range(5)]  # in batches of 9; the last one has 4
 
 
 class Repeated:
@@ -174,7 +149,7 @@ def test_images_that_draw_at_random_are_the_same_in_every_epoch():
     [
         (Repeated(DataLoader(DATA, 7)), 40),
         (Repeated(DataLoader(DATA, 7), DataLoader(DATA, 7)), 80),
-        (DataLoader(Stored(), batch_size=None), 40),
+        (DataLoader(STORED, batch_size=None), 40),
     ],
 )
 def test_streams_and_stored_batches(loader, images):
@@ -208,6 +183,9 @@ def normalized(x):
     return (x - 0.5) / 0.25
 
 
+DICTIONARIES = [{"image": normalized(x), "label": y} for x, y in DATA]
+
+
 def test_dictionaries_of_normalized_images():
     class Behind(Classifier):
         """Expects normalized images."""
@@ -216,7 +194,7 @@ def test_dictionaries_of_normalized_images():
             return self.net(0.5 + 0.25 * x)
 
     callback = RobustEval(ATTACKS, unpack=unnormalized, preprocess=normalized)
-    loader = DataLoader(Dictionaries(), 7)
+    loader = DataLoader(DICTIONARIES, 7)
     evaluated(callback, Behind(), loader)
     assert torch.allclose(callback.result.scores, expected().scores)
     inputs = {"unpack": unnormalized, "preprocess": normalized, "progress": False}
@@ -228,7 +206,7 @@ def test_dictionaries_of_normalized_images():
 def test_one_of_several_data_loaders_is_evaluated(stored):
     """Also in a mode of a combined loader that would read a part of them."""
     few = DataLoader(TensorDataset(*DATA[:20]), 7)
-    second = DataLoader(Stored(), batch_size=None) if stored else few
+    second = DataLoader(STORED, batch_size=None) if stored else few
     loaders = CombinedLoader([DataLoader(DATA, 5), second], "min_size" if stored else "max_size")
     for place, images in ((0, 40), (1, 40 if stored else 20)):
         callback = RobustEval(ATTACKS, dataloader_idx=place)
@@ -251,16 +229,13 @@ def test_trainers_in_which_nothing_can_be_measured_are_refused():
 
 
 def test_bad_inputs():
-    loader = DataLoader(Dictionaries(), 7)
+    loader = DataLoader(DICTIONARIES, 7)
     with pytest.raises(TypeError, match="got dict: give unpack"):
         evaluated(RobustEval(ATTACKS), loaders=loader)
     with pytest.raises(ValueError, match=r"images must lie in \[0.0, 1.0\]"):
         evaluated(RobustEval(ATTACKS, unpack=lambda b: (b["image"], b["label"])), loaders=loader)
     with pytest.raises(ValueError, match="preprocess is for plain networks, got Ensemble"):
         evaluate(Ensemble([TinyNet()]), ATTACKS, [DATA[:4]], preprocess=normalized)
-
-
-def test_another_preprocessing_in_the_same_run_is_refused():
     callbacks = RobustEval(ATTACKS), RobustEval(ATTACKS, preprocess=normalized)
     with pytest.raises(ValueError, match="need the same unpack, preprocess and"):
         trainer(*callbacks).test(Classifier(), DataLoader(DATA, 7), verbose=False)
@@ -280,7 +255,7 @@ def test_hooks_of_the_data_are_called_before_the_batch_is_unpacked():
             return {"image": batch["image"].clamp(-1, 1), "label": batch["label"]}
 
     callback = RobustEval(ATTACKS, unpack=unnormalized)
-    evaluated(callback, Greyed(), DataLoader(Dictionaries(), 7))
+    evaluated(callback, Greyed(), DataLoader(DICTIONARIES, 7))
     x, y = DATA[:]
     found = expected(data=TensorDataset(x.clamp(0.25, 0.75), y))
     assert torch.allclose(callback.result.scores, found.scores)

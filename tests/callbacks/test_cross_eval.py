@@ -11,14 +11,14 @@ from lightning_rob.defenses import Ensemble, Single, TransformEnsemble, first_me
 from lightning_rob.modules import AdversarialTraining
 from lightning_rob.threat import Threat
 from tests.callbacks.test_any_module import trainer
-from tests.forked import two_ranks
+from tests.pieces import lines_of, spec
 from tests.schema import checked
+from tests.test_ddp import TWO, start
 from tests.tiny import Blobs, TinyNet, arc, fit_all, images_of, pgd, recipe, run
 
 THREAT = Threat("linf", 24 / 255)
 PLAIN = PGD(THREAT, steps=4, step_size=8 / 255, random_start=False)
 RANDOM = PGD(THREAT, steps=2, step_size=16 / 255)
-TWO = ["--trainer.strategy=ddp_find_unused_parameters_true", "--trainer.devices=2"]
 
 
 @pytest.fixture(scope="module")
@@ -78,13 +78,11 @@ def test_first_member_gets_the_figure_that_robust_eval_gives_it(ensemble):
 
 
 def cross_eval(attacks, **options):
-    init = {"attacks": attacks} | options
-    return {"class_path": "lightning_rob.callbacks.TransferMatrixEval", "init_args": init}
+    return spec("lightning_rob.callbacks.TransferMatrixEval", attacks=attacks, **options)
 
 
 def transfers(folder):
-    lines = (folder / "run/version_0/transfer.jsonl").read_text().splitlines()
-    return list(map(checked, lines))
+    return lines_of(folder / "run/version_0/transfer.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -99,12 +97,8 @@ def fitted(tmp_path_factory):
 
 def test_run_leaves_records_pictures_and_curves_of_the_members_begun(fitted):
     found = transfers(fitted)
-    assert [(r["name"], r["epoch"], len(r["matrix"])) for r in found] == [
-        ("pgd", 1, 1),
-        ("arc", 1, 1),
-        ("pgd", 3, 2),
-        ("arc", 3, 2),
-    ]
+    expected = [("pgd", 1, 1), ("arc", 1, 1), ("pgd", 3, 2), ("arc", 3, 2)]
+    assert [(r["name"], r["epoch"], len(r["matrix"])) for r in found] == expected
     assert all(r["n"] == 12 and r["stage"] == "val" for r in found)
     assert found[-1]["probs"] == pytest.approx([0.9, 0.1])
     assert found[0]["attack"]["class_path"] == "lightning_rob.PGD"
@@ -113,8 +107,7 @@ def test_run_leaves_records_pictures_and_curves_of_the_members_begun(fitted):
     assert low <= found[-1]["matrix"][1][0] <= high
     events = EventAccumulator(str(fitted / "run/version_0"), {"images": 0, "scalars": 0}).Reload()
     logged = {"val/member_1/acc", "val/member_1/pgd", "val/member_2/arc"}
-    assert logged <= set(events.Tags()["scalars"])
-    assert len(events.Images("val/transfer/arc")) == 2
+    assert logged <= set(events.Tags()["scalars"]) and len(events.Images("val/transfer/arc")) == 2
     for name in ("pgd", "arc"):
         with Image.open(fitted / f"run/version_0/transfer_{name}.png") as picture:
             assert min(picture.size) > 200
@@ -126,14 +119,12 @@ def test_two_processes_give_the_same_matrices_and_the_same_gallery(fitted, tmp_p
     gallery = {"weak": weak, "strong": strong, "count": 5}
     callbacks = [
         cross_eval({"pgd": pgd(random_start=True), "arc": arc()}, max_images=60),
-        {"class_path": "lightning_rob.callbacks.Gallery", "init_args": gallery},
+        spec("lightning_rob.callbacks.Gallery", **gallery),
     ]
-    data = {"class_path": "tests.tiny.Blobs", "init_args": {"test_size": 101}}
+    data = spec("tests.tiny.Blobs", test_size=101)
     found = []
     for name, args in (("one", ["--data.eval_batch_size=101"]), ("two", TWO)):
-        (tmp_path / name).mkdir()
         file = recipe(tmp_path / name, data=data, **{"trainer__callbacks+": callbacks})
-        start = run if name == "one" else two_ranks
         start("test", "--config", file, "--ckpt_path", checkpoint, *args)
         folder = tmp_path / name / "run/version_0"
         matrices = [(r["name"], r["n"], r["matrix"]) for r in transfers(tmp_path / name)]
@@ -141,10 +132,8 @@ def test_two_processes_give_the_same_matrices_and_the_same_gallery(fitted, tmp_p
         with Image.open(folder / "gallery.png") as picture:
             shown = picture.tobytes()
         found.append((matrices, [counts[key] for key in ("n", "left", "fooled")], shown))
-    assert found[0] == found[1]
-    assert [n for _, n, _ in found[0][0]] == [60, 60]
-    assert found[0][1][0] == 101
-    assert found[0][1][2] > 0
+    assert found[0] == found[1] and [n for _, n, _ in found[0][0]] == [60, 60]
+    assert found[0][1][0] == 101 and found[0][1][2] > 0
 
 
 @pytest.mark.parametrize(
@@ -164,7 +153,6 @@ def test_bad_arguments(kind, options, message):
         kind(**{"attacks": {"a": PLAIN}} | options)
 
 
-# the heat map
 def test_transferability_and_ranking_are_those_of_the_predictions(ensemble, capsys):
     cross = TransferMatrixEval({"pgd": PLAIN})
     _, data = study(ensemble, cross, test_size=50)
@@ -187,8 +175,7 @@ def test_transferability_and_ranking_are_those_of_the_predictions(ensemble, caps
     assert f"pgd transfers best from: {names}" in table
     for i, share in enumerate((0.5, 0.2, 0.3)):
         row = next(line for line in table.splitlines() if line.startswith(f"│ {i + 1} "))
-        assert f" {share} " in row
-        assert f"{result['matrix'][i][i]:.1%}" in row
+        assert f" {share} " in row and f"{result['matrix'][i][i]:.1%}" in row
         assert f"{result['clean'][i]:.1%}" in row
 
 

@@ -9,6 +9,7 @@ from lightning_rob.defenses import Ensemble
 from lightning_rob.threat import Threat
 from tests.callbacks.test_any_module import trainer
 from tests.callbacks.test_cross_eval import ensemble, images_of, module_of
+from tests.pieces import spec
 from tests.schema import checked
 from tests.tiny import Blobs, pgd, recipe, run
 
@@ -51,8 +52,7 @@ def test_counts_and_images_are_those_of_the_attacks_by_hand(ensemble, capsys):
     fitting.state.fn = "fit"
     assert not callback.due(fitting)
     for _, i, case in callback.kept:
-        assert case.label == y[i]
-        assert torch.equal(case.clean, x[i])
+        assert case.label == y[i] and torch.equal(case.clean, x[i])
         torch.testing.assert_close(case.weak.image, weak[i])
         torch.testing.assert_close(case.strong.image, strong[i])
         probs = torch.stack([net(strong[i : i + 1])[0].softmax(-1) for net in ensemble.classifiers])
@@ -69,18 +69,13 @@ def test_members_of_probability_0_are_ignored(ensemble):
     assert callback.counts["fooled"] == int((after & ~end).sum())
 
 
-def plain(folder, **init):
-    callback = {"class_path": "lightning_rob.callbacks.Gallery", "init_args": init}
-    return recipe(folder, **{"trainer__callbacks+": [callback], "model__init_args__monitor": None})
-
-
 def test_nothing_to_show_is_said_and_not_drawn(tmp_path, capsys):
-    file = plain(tmp_path, weak=pgd(random_start=False), strong=pgd(random_start=False))
-    run("test", "--config", file)
+    plain = pgd(random_start=False)
+    callbacks = [spec("lightning_rob.callbacks.Gallery", weak=plain, strong=plain)]
+    run("test", "--config", recipe(tmp_path, **{"trainer__callbacks+": callbacks}))
     folder = tmp_path / "run/version_0"
     record = checked((folder / "gallery.jsonl").read_text())
-    assert record["fooled"] == 0
-    assert record["n"] == 33
+    assert record["fooled"] == 0 and record["n"] == 33
     said = f"PGD fools every member on 0 of the {record['left']} images on which PGD leaves some"
     assert said in capsys.readouterr().out
     assert not (folder / "gallery.png").exists()

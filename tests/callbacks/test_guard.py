@@ -90,9 +90,7 @@ STOPS = [  # module, callbacks, batches of a step, message, last checkpoint
 
 
 @pytest.mark.parametrize(("module", "callbacks", "batches", "message", "last"), STOPS)
-def test_values_that_are_not_finite_stop_the_run(
-    tmp_path, module, callbacks, batches, message, last
-):
+def test_non_finite_values_stop_the_run(tmp_path, module, callbacks, batches, message, last):
     """Before the step, so that no checkpoint has them."""
     with pytest.raises(Fault, match=message):
         fit(tmp_path, *callbacks, module=module, accumulate_grad_batches=batches)
@@ -103,8 +101,7 @@ def test_what_an_exception_would_save_keeps_the_reason(tmp_path):
     again = ModelCheckpoint(tmp_path, filename="late", save_on_exception=True)
     with pytest.raises(Fault, match="the loss is not finite"):
         fit(tmp_path, again, At(2, spoil), module=Spoiled(2))
-    assert written(tmp_path) == [1, 2]
-    assert not (tmp_path / "late.ckpt").exists()
+    assert written(tmp_path) == [1, 2] and not (tmp_path / "late.ckpt").exists()
 
 
 def test_no_figures_of_weights_that_are_not_finite(tmp_path):

@@ -1,7 +1,5 @@
 """A run folder of its own and pictures under every logger, with the real packages."""
 
-import json
-
 import pytest
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from torch.utils.data import DataLoader
@@ -9,6 +7,7 @@ from torch.utils.data import DataLoader
 from lightning_rob import RobustEval
 from lightning_rob.callbacks import RobustAudit
 from tests.callbacks.test_any_module import ATTACKS, DATA, THREAT, Classifier, trainer
+from tests.pieces import lines_of
 
 
 def tensorboard(folder):
@@ -57,19 +56,19 @@ def pictures(folder, make):
 def test_two_runs_have_a_folder_and_pictures_each(make, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    for _ in range(2):
+    for number in (1, 2):
         callbacks = RobustEval(ATTACKS), RobustAudit(THREAT, 2, 10, max_images=8)
         run = trainer(*callbacks, logger=make(tmp_path), default_root_dir=tmp_path, max_epochs=1)
         loader = DataLoader(DATA, 20)
         run.fit(Classifier(), loader, loader)
+        assert len([*tmp_path.rglob("audit.json")]) == number
         run.test(run.lightning_module, loader, verbose=False)
         if make is wandb:
             run.logger.experiment.finish()
     files = sorted(tmp_path.rglob("robust.jsonl"))
     assert len(files) == 2
     for file in files:
-        records = [json.loads(line) for line in file.read_text().splitlines()]
-        assert [r["stage"] for r in records] == ["val"] * 4 + ["test"] * 4
+        assert [line["stage"] for line in lines_of(file)] == ["val"] * 4 + ["test"] * 4
         assert len(list((file.parent / "images").glob("*.csv"))) == 2
         assert (file.parent / "audit.json").exists()
     if make not in (mlflow, mlflow_server):

@@ -1,7 +1,5 @@
 """The callback: what it logs, when, and on which images."""
 
-import json
-
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
@@ -18,7 +16,8 @@ from lightning_rob.rules import mean_probs
 from lightning_rob.threat import Threat
 from tests.callbacks.test_any_module import trainer
 from tests.counting import Shared
-from tests.tiny import Blobs, TinyNet, pgd, recipe, records, robust_eval, run
+from tests.pieces import lines_of, records
+from tests.tiny import Blobs, TinyNet, images_of, pgd, recipe, robust_eval, run
 
 THREAT = Threat("linf", 16 / 255)
 ATTACK = PGD(THREAT, steps=2, step_size=8 / 255)
@@ -33,15 +32,13 @@ def test_robust_accuracy_is_that_of_the_attack_by_hand():
     run = trainer(RobustEval({"pgd": attack}), max_epochs=3)
     run.fit(module, data)
     logged = run.test(module, data, verbose=False)[0]
-    x = torch.stack([data.parts["test"][i][0] for i in range(50)])
-    y = torch.tensor([data.parts["test"][i][1] for i in range(50)])
+    x, y = images_of(data)
     module.defense.eval()
     right = module.defense(attack(module.defense, x, y)).argmax(1) == y
     assert logged["test/robust/pgd"] == pytest.approx(right.float().mean().item())
     assert logged["test/robust/worst"] == logged["test/robust/pgd"]
     clean = (module.defense(x).argmax(1) == y).float().mean().item()
-    assert logged["test/acc"] == pytest.approx(clean)
-    assert clean > logged["test/robust/pgd"]
+    assert logged["test/acc"] == pytest.approx(clean) and clean > logged["test/robust/pgd"]
 
 
 def test_findings_and_blindness_are_logged_once():
@@ -72,13 +69,9 @@ class Heard(AdversarialTraining):
 
 def test_attacks_of_several_callbacks_are_one_evaluation(tmp_path, capsys):
     """One file for each target and settings; names of other attacks are numbered."""
-    callbacks = [
-        RobustEval({"a": ATTACK}),
-        RobustEval({"a": LONGER}),
-        RobustEval({"b": LONGER}, target=first_member),
-        RobustEval({"a": ATTACK}),
-        RobustEval({"a": ATTACK}, max_images=20),
-    ]
+    callbacks = [RobustEval({"a": attack}) for attack in (ATTACK, LONGER, ATTACK)]
+    callbacks.insert(2, RobustEval({"b": LONGER}, target=first_member))
+    callbacks.append(RobustEval({"a": ATTACK}, max_images=20))
     module = Heard()
     run = trainer(*callbacks, logger=CSVLogger(tmp_path))
     run.test(module, Blobs(), verbose=False)
@@ -108,8 +101,7 @@ def test_what_is_raised_after_the_attacks_takes_no_record(tmp_path):
     with pytest.raises(ArithmeticError):
         run.test(AdversarialTraining(TinyNet), Blobs(), verbose=False)
     (record,) = tmp_path.rglob("robust.jsonl")
-    names = [json.loads(line)["name"] for line in record.read_text().splitlines()]
-    assert names == ["clean", "a", "worst"]
+    assert [line["name"] for line in lines_of(record)] == ["clean", "a", "worst"]
 
 
 def test_worst_is_the_minimum_per_image_over_all_callbacks(tmp_path):
@@ -171,8 +163,7 @@ def test_noise_is_keyed_by_image_and_seed_and_averaged_over_repeats():
         return noisy_run(batch_size, **options).results[1].accuracy
 
     first = accuracy(101)
-    assert accuracy(7) == first
-    assert accuracy(101, seed=1) != first
+    assert accuracy(7) == first and accuracy(101, seed=1) != first
     assert abs(accuracy(32, repeats=40) - 0.25) < 0.02
 
 

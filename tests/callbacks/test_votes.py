@@ -17,7 +17,7 @@ from lightning_rob.threat import Threat
 from tests.attacks.common import NonFinite
 from tests.callbacks.test_cross_eval import study as evaluated
 from tests.schema import checked
-from tests.tiny import Blobs, TinyNet
+from tests.tiny import TinyNet, blobs
 
 NAMES = ["clean", "rotate_90", "flip_both"]
 THREAT = Threat("linf", 0.1)
@@ -47,18 +47,13 @@ def test_each_rule_has_the_accuracy_of_the_ensemble_under_that_rule(ensemble):
     logged, (votes,) = study(ensemble, VotingRuleEval({"pgd": WEAK}))
     found = figures(votes)
     assert set(found) == {(name, "all", rule) for name in ("clean", "pgd") for rule in VOTING_RULES}
-    x, y = images()
+    x, y = blobs(False)
     for name, seen in (("clean", x), ("pgd", WEAK(ensemble, x, y))):
         for rule_name, rule in VOTING_RULES.items():
             predicted = rule(ensemble.logits(seen), ensemble.weights)
             expected = predicted.gather(1, y[:, None]).mean().item()
             assert found[name, "all", rule_name] == pytest.approx(expected, abs=1e-6)
             assert logged[f"test/votes/{name}/{rule_name}"] == pytest.approx(expected, abs=1e-6)
-
-
-def images():
-    x, y = zip(*Blobs().source(train=False), strict=True)
-    return torch.stack(x), torch.tensor(y)
 
 
 def test_members_vote_once_whatever_the_number_of_rules_and_ensembles(ensemble):
@@ -90,8 +85,7 @@ def test_draws_are_averaged_and_have_an_interval():
     few = {"ensembles": {"2i": "2i"}, "draws": 3, "attacked": names, "max_images": 4}
     _, (votes,) = study(whole, VotingRuleEval({"pgd": WEAK}, **few))
     for result in votes.results:
-        assert result["members"] == 2
-        assert len(result["draws"]) == 3
+        assert result["members"] == 2 and len(result["draws"]) == 3
         assert result["accuracy"] == pytest.approx(sum(result["draws"]) / 3)
         low, high = result["interval"]
         assert low <= result["accuracy"] <= high
@@ -105,7 +99,7 @@ def test_draws_are_averaged_and_have_an_interval():
     ],
 )
 def test_the_attacker_knows_some_of_the_members_only(ensemble, attacked, place, ensembles, voters):
-    x, y = images()
+    x, y = blobs(False)
     callback = VotingRuleEval({"pgd": WEAK}, attacked=attacked, ensembles=ensembles)
     study(ensemble, callback)
     x_adv = WEAK(ensemble.part([place]), x, y)
@@ -126,8 +120,7 @@ def test_dissimilarity_is_that_of_the_perturbation(ensemble):
     relative = PGD(Threat("l2", 0.2, relative=True), 5, 0.1, keep_best=False)
     _, (votes,) = study(ensemble, VotingRuleEval({"pgd": relative}))
     by_name = {result["name"]: result["dissimilarity"] for result in votes.results}
-    assert by_name["clean"] == 0
-    assert 0.1 < by_name["pgd"] <= 0.2 * (1 + 1e-5)
+    assert by_name["clean"] == 0 and 0.1 < by_name["pgd"] <= 0.2 * (1 + 1e-5)
 
 
 def test_a_defense_that_adapts_or_rejects_is_refused(ensemble):
@@ -148,8 +141,7 @@ def test_the_table_has_a_column_for_each_rule(ensemble):
     console = Console(width=80, record=True, file=StringIO())
     print_votes("X", votes.results, console)
     text = console.export_text()
-    assert all(rule in text for rule in VOTING_RULES)
-    assert text.count("pgd") == 2
+    assert all(rule in text for rule in VOTING_RULES) and text.count("pgd") == 2
     assert "…" not in text
     for result in votes.results:
         checked(json.dumps(with_schema(result)))

@@ -12,40 +12,15 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_rob.runtime.files import check_file
-from tests.tiny import ROOT, pgd, recipe, robust_eval
+from tests.pieces import ROOT, adam, spec
+from tests.tiny import pgd, recipe, robust_eval
 
 LIMIT = 6.0  # --rank_timeout
-SAVE = {
-    "class_path": "ModelCheckpoint",
-    "init_args": {
-        "filename": "at-{step}",
-        "every_n_train_steps": 3,
-        "save_top_k": -1,
-        "save_last": True,
-    },
-}
-END = {"class_path": "ModelCheckpoint", "init_args": {"filename": "end-{epoch}", "save_top_k": -1}}
-MODEL = {
-    "class_path": "AdversarialTraining",
-    "init_args": {
-        "net": {"class_path": "tests.tiny.TinyNet"},
-        "defense": {
-            "class_path": "RandomTransforms",
-            "init_args": {
-                "size": 2,
-                "draws": 2,
-                "transforms": {
-                    "GaussianNoise": {"alpha": 0.2},
-                    "UniformNoise": {"alpha": 0.2},
-                    "Gamma": {"alpha": 0.2},
-                },
-            },
-        },
-        "draws": 2,
-        "optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}},
-    },
-}
-SMALL = {"class_path": "tests.tiny.Blobs", "init_args": {"eval_batch_size": 4}}
+EVERY_3 = {"every_n_train_steps": 3, "save_top_k": -1, "save_last": True}
+SAVE = spec("ModelCheckpoint", filename="at-{step}", **EVERY_3)
+END = spec("ModelCheckpoint", filename="end-{epoch}", save_top_k=-1)
+DRAWN = {name: {"alpha": 0.2} for name in ("GaussianNoise", "UniformNoise", "Gamma")}
+SMALL = spec("tests.tiny.Blobs", eval_batch_size=4)
 
 
 def kill(module) -> None:
@@ -106,33 +81,30 @@ class Slow(Callback):
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
-        self.rest(batch_idx)
-
-    def on_test_batch_start(self, trainer, pl_module, batch, batch_idx, *_) -> None:
-        self.rest(batch_idx)
-
-    def rest(self, batch_idx) -> None:
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx, *_) -> None:
         if batch_idx == 1:
             print("resting", flush=True)
             time.sleep(self.seconds)
 
+    on_test_batch_start = on_train_batch_start
+
 
 def plan(folder, callbacks=(), **overrides):
     """A recipe with BatchNorm, random transforms and adversarial training, four epochs of four."""
-    folder.mkdir(parents=True, exist_ok=True)
-    model = MODEL | {"init_args": MODEL["init_args"] | {"attack": pgd(random_start=True, draws=1)}}
+    parts = {"net": spec("tests.tiny.TinyNet"), "attack": pgd(random_start=True, draws=1)}
+    defense = spec("RandomTransforms", size=2, draws=2, transforms=DRAWN)
+    parts |= {"defense": defense, "draws": 2, "optimizer": adam()}
     watched = [SAVE, END, robust_eval({"apgd": pgd()}), *callbacks]
-    changed = {"model": model, "trainer__callbacks+": watched}
+    changed = {"model": spec("AdversarialTraining", **parts), "trainer__callbacks+": watched}
     return recipe(folder, **changed, **overrides)
 
 
 def fault(kind="hang", **options):
-    return {"class_path": "tests.cli.faulty.Fault", "init_args": {"kind": kind} | options}
+    return spec("tests.cli.faulty.Fault", kind=kind, **options)
 
 
 def slow(seconds):
-    return {"class_path": "tests.cli.faulty.Slow", "init_args": {"seconds": seconds}}
+    return spec("tests.cli.faulty.Slow", seconds=seconds)
 
 
 def intact(folder):

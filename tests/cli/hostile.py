@@ -2,18 +2,15 @@
 
 import io
 import sys
-from collections.abc import Callable
 from contextlib import chdir, redirect_stderr, redirect_stdout
-from pathlib import Path
 
 import torch
 import yaml
 
-from lightning_rob.cli import main
-from tests.cli.bad_inputs import RECIPE_KEY, changed, put, saved, trained
-from tests.tiny import recipe
+from tests.cli.bad_inputs import RECIPE_KEY, changed, ckpt, fit, put, saved, trained
+from tests.pieces import spec
+from tests.tiny import exit_code, recipe
 
-Make = Callable[[Path], list[object]]
 CANARY = "was_run"
 MODULE = f"""
 from pathlib import Path
@@ -26,6 +23,7 @@ def model():
     return Net()
 """
 TOUCH = f"open({CANARY!r}, 'w').close()"
+TAG = f"!!python/object/apply:exec [{TOUCH!r}]\n"
 
 
 class Exec:
@@ -35,15 +33,7 @@ class Exec:
         return exec, (TOUCH,)
 
 
-def ckpt(content: Callable[[], bytes], *command: str) -> Make:
-    return lambda folder: [
-        *(command or ("test",)),
-        "--ckpt_path",
-        put(folder, "given.ckpt", content()),
-    ]
-
-
-def with_recipe(**parts: object) -> Make:
+def with_recipe(**parts):
     """A checkpoint whose recipe asks for more than it should."""
 
     def content() -> bytes:
@@ -53,95 +43,63 @@ def with_recipe(**parts: object) -> Make:
     return ckpt(content)
 
 
-def model(**parts: object) -> Make:
-    """A recipe with other arguments of its model."""
-    changes = {f"model__init_args__{name}": part for name, part in parts.items()}
-    return lambda folder: ["fit", "--config", recipe(folder, **changes)]
+def net(path, **options):
+    """A recipe with another network."""
+    return fit(model__init_args__net=spec(path, **options))
 
 
-def callback(path: str, **options: object) -> Make:
-    given = {"class_path": path, "init_args": options}
-    return lambda folder: ["fit", "--config", recipe(folder, **{"trainer__callbacks+": [given]})]
-
-
-def beside(text: str) -> Make:
-    return lambda folder: [
-        "fit",
-        "--config",
-        recipe(folder),
-        "--config",
-        put(folder, "x.yaml", text),
-    ]
-
-
-def object_of(path: str, **options: object) -> dict[str, object]:
-    return {"class_path": path, "init_args": options}
+def beside(text):
+    """A recipe and a file beside it."""
+    return lambda folder: [*fit()(folder), "--config", put(folder, "x.yaml", text)]
 
 
 def evil() -> bytes:
     return saved({"state_dict": {}, "x": Exec()})
 
 
-def with_evil(make: Make) -> Make:
+def with_evil(make):
     """A command line that may name a checkpoint with code in it."""
-
-    def also(folder: Path) -> list[object]:
-        put(folder, "evil.ckpt", evil())
-        return make(folder)
-
-    return also
+    return lambda folder: (put(folder, "evil.ckpt", evil()), make(folder))[1]
 
 
-LOAD = object_of("torch.load", f="evil.ckpt", weights_only=False)
-HUB = object_of("torch.hub.load", repo_or_dir=".", model="model", source="local", trust_repo=True)
-FILES: dict[str, Make] = {
+HUB = {"repo_or_dir": ".", "model": "model", "source": "local", "trust_repo": True}
+SYSTEM = "lightning_rob.nets.weights.os.system"
+SPACE = f"variables: {TAG}"
+POPEN = spec("subprocess.Popen", args=["touch", CANARY])
+PARAMETERS = {"_class_path": "stranger.Net", "_instantiator": "stranger.model"}
+PARAMETERS = {RECIPE_KEY: None, "hyper_parameters": PARAMETERS}
+FILES = {
     "checkpoint with code": ckpt(evil),
     "checkpoint of the old kind with code": ckpt(
         lambda: saved({"state_dict": Exec()}, _use_new_zipfile_serialization=False)
     ),
     "checkpoint to resume from": lambda f: [*beside("{seed_everything: 1}")(f), *ckpt(evil)(f)[1:]],
-    "recipe in a checkpoint, a module beside it": with_recipe(model=object_of("stranger.Net")),
-    "recipe in a checkpoint, a tag": ckpt(
-        lambda: changed(**{RECIPE_KEY: f"model: !!python/object/apply:exec [{TOUCH!r}]\n"})
-    ),
-    "hyper-parameters with a class": ckpt(
-        lambda: changed(
-            **{RECIPE_KEY: None},
-            hyper_parameters={"_class_path": "stranger.Net", "_instantiator": "stranger.model"},
-        )
-    ),
+    "recipe in a checkpoint, a module beside it": with_recipe(model=spec("stranger.Net")),
+    "recipe in a checkpoint, a tag": ckpt(lambda: changed(**{RECIPE_KEY: f"model: {TAG}"})),
+    "a class in hyper-parameters": ckpt(lambda: changed(**PARAMETERS)),
     "class of another kind": beside("model: {class_path: stranger.Net}\n"),
-    "callback that is a process": callback("subprocess.Popen", args=["touch", CANARY]),
-    "exec": model(net=object_of("builtins.exec", source=TOUCH)),
-    "a function by way of a trusted module": model(net="lightning_rob.nets.weights.os.system"),
-    "the hub": model(net=HUB),
-    "a loader": with_evil(model(net=LOAD)),
-    "an allowance in a recipe": beside(
-        "allow_import: stranger\nmodel: {class_path: stranger.Net}\n"
-    ),
+    "callback that is a process": fit(**{"trainer__callbacks+": [POPEN]}),
+    "exec": net("builtins.exec", source=TOUCH),
+    "a function by way of a trusted module": fit(model__init_args__net=SYSTEM),
+    "the hub": net("torch.hub.load", **HUB),
+    "a loader": with_evil(net("torch.load", f="evil.ckpt", weights_only=False)),
+    "an allowance in a recipe": beside("allow_import: stranger\nmodel: {class_path: stranger.Net}"),
     "weights_only": with_evil(beside("weights_only: false\nckpt_path: evil.ckpt\n")),
-    "search space": lambda f: [
-        *("tune", "--config", recipe(f), "--space"),
-        put(f, "s.yaml", f"variables: !!python/object/apply:exec [{TOUCH!r}]\n"),
-    ],
+    "search space": lambda f: ["tune", "--config", recipe(f), "--space", put(f, "s.yaml", SPACE)],
     "help on a class": lambda f: ["fit", "--model.help", "stranger.Net"],
     "data for bpda": lambda f: ["bpda", "--out", f / "nets", "--data", "stranger.Net"],
 }
 
 
-def outcome(name: str, folder: Path) -> tuple[bool, object, str]:
+def outcome(name, folder) -> tuple[bool, object, str]:
     """Return whether code was run, the exit code and stderr, in a folder with a module."""
     for file in ("stranger.py", "hubconf.py"):
         put(folder, file, MODULE)
-    args = list(map(str, FILES[name](folder)))
-    errors = io.StringIO()
+    args, errors = FILES[name](folder), io.StringIO()
     sys.path.insert(0, str(folder))  # as `python -m lightning_rob` has it
-    code: object = 0
     try:
         with chdir(folder), redirect_stderr(errors), redirect_stdout(io.StringIO()):
-            main(args)
-    except SystemExit as stop:
-        code = stop.code
+            code = exit_code(*args)
     finally:
         sys.path.remove(str(folder))
         for module in ("stranger", "hubconf"):

@@ -28,10 +28,8 @@ def whole(tmp_path_factory):
 
 
 def python(code, **env):
-    environment = os.environ | {"PYTHONPATH": str(ROOT)} | env
-    return subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment
-    )
+    options = {"env": os.environ | {"PYTHONPATH": str(ROOT)} | env, "text": True}
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, **options)
 
 
 def test_a_rank_that_fails_takes_all_with_it(whole, tmp_path):
@@ -73,31 +71,27 @@ subprocess.run([sys.executable, "-c", {child!r}], env=os.environ | {{"LOCAL_RANK
         time.sleep(0.05)
 
 
-def started(*commands):
-    return [subprocess.Popen([sys.executable, "-c", command]) for command in commands]
+SLEEP, ENDED = "import time; time.sleep(300)", "process 2 of the run ended with exit code 3"
 
 
-def test_launched_processes_end_with_the_run():
-    children = started("import time; time.sleep(300)")
+@pytest.mark.parametrize(
+    ("commands", "limit", "fails", "message"),
+    [
+        ([SLEEP], None, True, "on purpose"),
+        (["pass", "raise SystemExit(3)"], None, False, ENDED),
+        ([SLEEP], 0.2, False, r"process 1 is not through 0\.2 s after"),
+    ],
+)
+def test_launched_processes_end_with_the_run(commands, limit, fails, message):
+    children = [subprocess.Popen([sys.executable, "-c", command]) for command in commands]
     with (
-        pytest.raises(RuntimeError, match="on purpose"),
-        supervised_processes(lambda: children, lambda: None),
+        pytest.raises(RuntimeError if fails else Fault, match=message),
+        supervised_processes(lambda: children, lambda: limit),
     ):
-        raise RuntimeError("on purpose")
-    assert children[0].wait(30) == -signal.SIGKILL
-    children = started("pass", "raise SystemExit(3)")
-    with (
-        pytest.raises(Fault, match="process 2 of the run ended with exit code 3"),
-        supervised_processes(lambda: children, lambda: None),
-    ):
-        pass
-    children = started("import time; time.sleep(300)")
-    with (
-        pytest.raises(Fault, match=r"process 1 is not through 0\.2 s after"),
-        supervised_processes(lambda: children, lambda: 0.2),
-    ):
-        pass
-    assert children[0].wait(30) == -signal.SIGKILL
+        if fails:
+            raise RuntimeError("on purpose")
+    codes = [child.wait(30) for child in children]
+    assert codes == ([-signal.SIGKILL] if commands == [SLEEP] else [0, 3])
 
 
 def test_a_disk_that_takes_no_more(whole, tmp_path, capsys):
@@ -111,10 +105,8 @@ def test_a_disk_that_takes_no_more(whole, tmp_path, capsys):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     folder = tmp_path / "run/version_0/checkpoints"
-    assert f"{folder}/" in line
-    assert "cannot be written: File too large" in line
-    assert intact(tmp_path)
-    assert same_weights(before, weights(tmp_path / LAST))
+    assert f"{folder}/" in line and "cannot be written: File too large" in line
+    assert intact(tmp_path) and same_weights(before, weights(tmp_path / LAST))
 
 
 def test_a_process_started_after_a_run_is_independent_of_it(monkeypatch):

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import fields
 
 import pytest
@@ -11,7 +9,8 @@ import pytest
 from lightning_rob.cli import COMMANDS, main
 from lightning_rob.commands.config import OF_LIGHTNING, config_of
 from lightning_rob.recipes.shipped import find, find_recipe
-from tests.tiny import ROOT
+from tests.pieces import python
+from tests.tiny import exit_code
 
 LINES, COLUMNS = 30, 88
 HEAVY = ("torch", "lightning", "numpy", "bayes_opt", "matplotlib", "ray")
@@ -33,10 +32,7 @@ print(json.dumps(pages))
 
 @pytest.fixture(scope="module")
 def pages():
-    code = f"HEAVY = {HEAVY}{ALL}"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert out.returncode == 0, out.stderr
-    return json.loads(out.stdout)
+    return json.loads(python("-c", f"HEAVY = {HEAVY}{ALL}"))
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
@@ -45,16 +41,14 @@ def test_help_fits_a_screen_and_imports_nothing_heavy(pages, command):
     lines = page.rstrip().splitlines()
     assert code == 0
     assert imported == []
-    assert len(lines) <= LINES
-    assert max(map(len, lines)) <= COLUMNS
+    assert len(lines) <= LINES and max(map(len, lines)) <= COLUMNS
     assert re.match(r"usage: lightning-rob", lines[0])
 
 
 @pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
 def test_h_after_other_options(pages, command, capsys):
     main([command, "--config", "configs/demo.yaml", "-h"])
-    assert capsys.readouterr().out == pages[command][0]
-    assert "--help all" in pages[command][0]
+    assert capsys.readouterr().out == pages[command][0] and "--help all" in pages[command][0]
 
 
 def test_examples_name_existing_recipes_and_callbacks(pages):
@@ -68,9 +62,7 @@ def test_examples_name_existing_recipes_and_callbacks(pages):
 
 def test_every_option_of_the_short_page_exists(pages, capsys):
     """`--help all` is the parser's own page, and knows what the short ones promise."""
-    with pytest.raises(SystemExit) as end:
-        main(["test", "--help", "all"])
-    assert not end.value.code
+    assert exit_code("test", "--help", "all") == 0
     whole = capsys.readouterr().out
     assert len(whole.splitlines()) > 300
     page = pages["test"][0]

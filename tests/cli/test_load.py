@@ -1,13 +1,12 @@
 """Checkpoints and plug-ins from Python, and the command line on anybody's module and data."""
 
-import json
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 
 import lightning_rob
@@ -18,7 +17,8 @@ from lightning_rob.recipes.environment import VARIABLE, callbacks
 from lightning_rob.recipes.trust import VARIABLE as ALLOWED
 from lightning_rob.runtime.errors import InputError
 from tests.callbacks.test_any_module import DATA, Classifier
-from tests.tiny import TinyNet, recipe, refused
+from tests.pieces import lines_of
+from tests.tiny import TinyNet, quiet_trainer, refused
 
 
 class OwnImages(LightningDataModule):
@@ -27,20 +27,12 @@ class OwnImages(LightningDataModule):
     def train_dataloader(self):
         return DataLoader(DATA, 20)
 
-    def val_dataloader(self):
-        return DataLoader(DATA, 20)
-
-    def test_dataloader(self):
-        return DataLoader(DATA, 20)
+    val_dataloader = test_dataloader = train_dataloader
 
 
 HERE = "tests.cli.test_load"
-OURS = [
-    f"--model={Classifier.__module__}.Classifier",
-    f"--data={HERE}.OwnImages",
-    "--trainer.accelerator=cpu",
-    "--allow-import=tests",
-]
+OURS = [f"--model={Classifier.__module__}.Classifier", f"--data={HERE}.OwnImages"]
+OURS += ["--trainer.accelerator=cpu", "--allow-import=tests"]
 ATTACKS = {"pgd": PGD(Threat("linf", 0.1), 3, 0.05)}
 
 
@@ -59,17 +51,14 @@ def checkpoint_of(run):
     return found
 
 
-def test_a_defense_of_ours(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    main(["fit", f"--config={recipe(tmp_path)}"])
-    (path,) = tmp_path.rglob("checkpoints/*.ckpt")
-    defense = lightning_rob.load(path, ["tests"])
+def test_a_defense_of_ours(trained):
+    defense = lightning_rob.load(trained, ["tests"])
     arguments = {"net": TinyNet, "attack": ATTACKS["pgd"], "epochs": 2, "probs": [0.9, 0.1]}
-    same = lightning_rob.BAT.load_from_checkpoint(path, **arguments).defense.eval()
+    same = lightning_rob.BAT.load_from_checkpoint(trained, **arguments).defense.eval()
     assert torch.equal(same.logits(DATA[:4][0]), defense.logits(DATA[:4][0]))
     with pytest.raises(TypeError, match=r"'net'.*lightning_rob.load_module\('.*ckpt'\) takes them"):
-        lightning_rob.BAT.load_from_checkpoint(path)
-    state = torch.load(path, weights_only=True)["state_dict"]
+        lightning_rob.BAT.load_from_checkpoint(trained)
+    state = torch.load(trained, weights_only=True)["state_dict"]
     assert not defense.training
     for name, value in defense.state_dict().items():
         assert torch.equal(value, state[name])
@@ -90,8 +79,7 @@ def test_a_module_of_others(foreign, monkeypatch):
         lightning_rob.load(path)
 
 
-def test_the_next_command_after_a_fit_suits_the_module(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_the_next_command_after_a_fit_suits_the_module(monkeypatch, capsys):
     monkeypatch.delattr(Classifier, "test_step")
     main(["fit", *OURS, "--trainer.max_epochs=1"])
     advised = next(filter(re.compile("Next: ").match, capsys.readouterr().out.splitlines()))
@@ -109,8 +97,7 @@ def test_bad_checkpoints(tmp_path):
         lightning_rob.load(tmp_path / "plain.ckpt")
 
 
-def test_commands_on_a_module_of_others(foreign, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_commands_on_a_module_of_others(foreign, capsys):
     checkpoint = f"--ckpt_path={checkpoint_of(foreign)}"
     quick = ["--images=8", "--queries=5", "--steps=2"]
     main(["test", checkpoint, "--allow-import=tests", "--trainer.callbacks+=pgd"])
@@ -123,7 +110,7 @@ def test_commands_on_a_module_of_others(foreign, tmp_path, monkeypatch, capsys):
     x = DATA[:4][0]
     expected = lightning_rob.load(checkpoint_of(foreign), ["tests"])(x)
     assert torch.equal(program(x), expected)
-    monitored = [json.loads(line) for line in Path("m/monitor.jsonl").read_text().splitlines()]
+    monitored = lines_of(Path("m/monitor.jsonl"))
     assert {"clean", "pgd"} <= {event.get("name") for event in monitored}
     line = refused(capsys, "predict", checkpoint, "--allow-import=tests")
     assert "predict is for modules of lightning_rob.modules" in line
@@ -133,8 +120,7 @@ def brighter(x):
     return 0.5 * x + 0.5
 
 
-def test_commands_take_the_preprocessing_of_the_plug_in(foreign, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_commands_take_the_preprocessing_of_the_plug_in(foreign):
     checkpoint = f"--ckpt_path={checkpoint_of(foreign)}"
     plug = ["--allow-import=tests", "--trainer.callbacks+=pgd"]
     plug += [f"--trainer.callbacks.preprocess={HERE}.brighter"]
@@ -145,15 +131,14 @@ def test_commands_take_the_preprocessing_of_the_plug_in(foreign, tmp_path, monke
     main(["sweep", checkpoint, *plug, "--over=eps", "--values=8/255", "--out=sweep"])
     main(["monitor", str(foreign), "--once", "--suite=pgd", *plug[::2], "--out=m"])
     for file in ("sweep/sweep.jsonl", "m/monitor.jsonl"):
-        lines = [json.loads(line) for line in Path(file).read_text().splitlines()]
-        (found,) = {line["accuracy"] for line in lines if line.get("name") == "clean"}
+        named = (line for line in lines_of(Path(file)) if line.get("name") == "clean")
+        (found,) = {line["accuracy"] for line in named}
         assert found == pytest.approx(clean.accuracy("clean"))
 
 
 def test_plug_ins_by_short_name():
     first, second = lightning_rob.load_callbacks(["arc", "pgd"])
-    assert isinstance(first, RobustEval)
-    assert isinstance(first.attacks["arc"], ARC)
+    assert isinstance(first, RobustEval) and isinstance(first.attacks["arc"], ARC)
     assert list(second.attacks) == ["pgd"]
     with pytest.raises(InputError, match="nothing here is called 'arcc'"):
         lightning_rob.load_callbacks(["arcc"])
@@ -163,8 +148,7 @@ def test_any_trainer_takes_plug_ins_from_the_environment(monkeypatch):
     assert callbacks() == []
     monkeypatch.setenv(VARIABLE, "pgd, arc")
     assert [list(c.attacks) for c in callbacks()] == [["pgd"], ["arc"]]
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    names = Trainer(accelerator="cpu", **quiet).callbacks
-    if any(isinstance(c, RobustEval) for c in names):  # installed with this entry point
-        (logged,) = Trainer(accelerator="cpu", **quiet).test(Classifier(), DataLoader(DATA, 20))
+    run = quiet_trainer()
+    if any(isinstance(c, RobustEval) for c in run.callbacks):  # installed with this entry point
+        (logged,) = run.test(Classifier(), DataLoader(DATA, 20))
         assert "test/robust/arc" in logged

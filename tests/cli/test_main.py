@@ -4,23 +4,12 @@ import re
 
 import pytest
 import torch
-import yaml
 from lightning.pytorch import Trainer
 
 from lightning_rob.cli.options import read_command_line
-from tests.tiny import (
-    CKPT,
-    arc,
-    exit_code,
-    fit,
-    pgd,
-    recipe,
-    records,
-    robust_eval,
-    run,
-    same_weights,
-    weights,
-)
+from tests.commands.test_report import made
+from tests.pieces import CKPT, lines_of, plugged, records, spec
+from tests.tiny import arc, exit_code, fit, pgd, recipe, robust_eval, run, same_weights, weights
 
 
 @pytest.fixture(scope="module")
@@ -43,22 +32,20 @@ def test_fit_logs_every_epoch_and_test_comes_last(trained):
     assert by_name["worst"] <= min(by_name["apgd"], by_name["arc"]) + 1e-9
 
 
-def test_the_checkpoint_alone_rebuilds_the_ensemble(trained, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_the_report_shows_the_run(trained, tmp_path):
+    _, text, markdown = made(trained, out=tmp_path / "report.html")
+    assert "BAT on Blobs" in text and "class_path: tests.tiny.Blobs" in text
+    assert "trained against linf 16/255" in text
+    assert all(f"{found['accuracy']:.1%}" in markdown for found in records(trained))
+
+
+def test_the_checkpoint_alone_rebuilds_the_ensemble(trained, tmp_path, capsys):
     after_fit = [r for r in records(trained) if r["stage"] == "test"]
-    callback = yaml.safe_dump(robust_eval({"apgd": pgd(), "arc": arc()}), default_flow_style=True)
-    plugin = f"--trainer.callbacks+={callback}"
-    run(
-        "test",
-        "--ckpt_path",
-        trained / CKPT,
-        plugin,
-        "--trainer.logger=true",
-        "--trainer.accelerator=cpu",
-    )
-    again = next(tmp_path.rglob("robust.jsonl")).read_text().splitlines()
-    accuracies = [yaml.safe_load(line)["accuracy"] for line in again]
-    assert accuracies == [r["accuracy"] for r in after_fit]
+    plugin = plugged(robust_eval({"apgd": pgd(), "arc": arc()}))
+    options = ("--trainer.logger=true", "--trainer.accelerator=cpu")
+    run("test", "--ckpt_path", trained / CKPT, *plugin, *options)
+    again = lines_of(next(tmp_path.rglob("robust.jsonl")))
+    assert [r["accuracy"] for r in again] == [r["accuracy"] for r in after_fit]
     assert "worst" in capsys.readouterr().out
 
 
@@ -67,13 +54,12 @@ def test_the_best_checkpoint_is_tested_if_a_metric_chooses_it(tmp_path, monkeypa
     tested = []
     monkeypatch.setattr(Trainer, "test", lambda *_, ckpt_path, **__: tested.append(ckpt_path))
     kept = {"monitor": "val/acc", "mode": "min", "save_last": True, "filename": "lowest"}
-    checkpoint = {"class_path": "ModelCheckpoint", "init_args": kept}
+    checkpoint = spec("ModelCheckpoint", **kept)
     fit(tmp_path, "--test_after_fit=true", **{"trainer__callbacks+": [checkpoint]})
     assert tested == [str(tmp_path / CKPT).replace("last", "lowest")]
 
 
-def test_the_saved_configuration_runs_again(trained, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_the_saved_configuration_runs_again(trained, tmp_path, capsys):
     config = trained / "run/version_0/config.yaml"
     folder = f"--trainer.logger.init_args.save_dir={tmp_path}"
     run("fit", "--config", config, folder, "--test_after_fit=false")
@@ -98,9 +84,7 @@ def said(capsys, *args) -> list[str]:
     return [m[0] for m in re.finditer(SAID, capsys.readouterr().out, re.M)]
 
 
-def test_a_test_reports_another_radius_than_that_of_the_training(
-    trained, tmp_path, monkeypatch, capsys
-):
+def test_a_test_reports_another_radius_than_that_of_the_training(trained, tmp_path, capsys):
     pgd = "--trainer.callbacks+=pgd"
     (line,) = said(capsys, trained / CKPT, pgd)
     assert line == (
@@ -108,14 +92,12 @@ def test_a_test_reports_another_radius_than_that_of_the_training(
         "taken by --trainer.callbacks.eps=16/255"
     )
     assert said(capsys, trained / CKPT, pgd, "--trainer.callbacks.eps=16/255") == []
-    monkeypatch.chdir(tmp_path)
     assert said(capsys, trained / CKPT) == []
     assert not list(tmp_path.iterdir())  # a run without a logger writes no configuration
 
 
 @pytest.mark.parametrize("name", ["robust/worst", "test/acc", "robust/blind", "robust/findings"])
-def test_a_threshold_may_name_every_figure_of_a_test(trained, tmp_path, monkeypatch, name):
-    monkeypatch.chdir(tmp_path)
+def test_a_threshold_may_name_every_figure_of_a_test(trained, name):
     options = ("--trainer.callbacks+=pgd", "--trainer.accelerator=cpu", "--data.test_size=4")
     assert exit_code("test", trained / CKPT, *options, f"--fail_under={name}=0") in (0, 1)
     assert exit_code("test", trained / CKPT, *options, f"--fail_under={name}_=0") == 2
@@ -126,8 +108,7 @@ def test_a_test_without_a_checkpoint_says_so(tmp_path, capsys):
     assert line.startswith("No checkpoint is given: ")
 
 
-def test_predict_writes_class_probabilities(trained, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_predict_writes_class_probabilities(trained, tmp_path):
     run("predict", "--ckpt_path", trained / CKPT, "--trainer.accelerator=cpu")
     head, *rows = next(tmp_path.rglob("predictions.csv")).read_text().splitlines()
     assert head == "index,prediction,p0,p1,p2,p3"

@@ -1,4 +1,4 @@
-"""Files of strangers are read, and their code is not run."""
+"""Files of strangers are read, and their code is not run; mistakes of users get one line."""
 
 import re
 import sys
@@ -11,8 +11,14 @@ import yaml
 from lightning_rob.recipes import trust
 from lightning_rob.recipes.safe_yaml import load
 from lightning_rob.runtime.errors import InputError
+from tests.cli.bad_inputs import CASES, complaint
 from tests.cli.hostile import CANARY, FILES, MODULE, outcome
 from tests.tiny import recipe, refused, run
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_clear_line_and_exit_code_2(name, tmp_path):
+    assert complaint(name, tmp_path) == ""
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -27,7 +33,6 @@ def test_code_of_a_stranger_is_not_run(name, tmp_path):
 def mine(tmp_path, monkeypatch):
     """A recipe that names a module of the user's own."""
     (tmp_path / "mine.py").write_text(MODULE)
-    monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "mine", raising=False)  # of a page, as tests run it
     return recipe(tmp_path, model__init_args__net={"class_path": "mine.Net"})
@@ -60,23 +65,23 @@ def of_type(name):
     return parser.parse_args([f"--x={name}"]).x
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("os.system", "functools.partial", "torch.load", "torch.hub.load"),
-        *("torchvision.datasets.CIFAR10", "timm.create_model"),
-        *(
-            "lightning_rob.cli.lightning_cli.RobustCLI",
-            "lightning_rob.runtime.files.atomic_write",
-            "jsonargparse.CLI",
-        ),
-        *("lightning.pytorch.cli.LightningCLI", "lightning_robber.Net", "torch.nnx.Net"),
-        *("torch.nn.modules.module.torch.load", "lightning_rob.nets.weights.os.system"),
-    ],
-)
+UNTRUSTED = """
+os.system functools.partial torch.load torch.hub.load torchvision.datasets.CIFAR10
+timm.create_model lightning_rob.cli.lightning_cli.RobustCLI
+lightning_rob.runtime.files.atomic_write jsonargparse.CLI lightning.pytorch.cli.LightningCLI
+lightning_robber.Net torch.nnx.Net torch.nn.modules.module.torch.load
+lightning_rob.nets.weights.os.system
+"""
+
+
+@pytest.mark.parametrize("name", UNTRUSTED.split())
 def test_functions_that_load_start_or_write_are_not_trusted(name):
     with pytest.raises(Exception, match=r"is not allowed|No module named"):
         of_type(name)
+
+
+PARTS = enumerate(("a", "b0", "b1", "b2", "b3", "b4", "b5"))
+NINEFOLD = [f"b{i}: &b{i} [{9 * f'*{part}, '}]\n" for i, part in PARTS]
 
 
 @pytest.mark.parametrize(
@@ -89,14 +94,7 @@ def test_functions_that_load_start_or_write_are_not_trusted(name):
         ("a: !!python/name:os.system ''", "asks for Python objects"),
         ("[" * 70 + "]" * 70, "more than 60 levels"),
         ("a: " + 2_000_000 * "b", "at most 2,000,000 are read"),
-        (
-            "a: &a [1, 2]\n"
-            + "".join(
-                f"b{i}: &b{i} [{9 * x}]\n"
-                for i, x in enumerate(["*a, "] + [f"*b{i}, " for i in range(6)])
-            ),
-            "more than 200,000 values",
-        ),
+        ("a: &a [1, 2]\n" + "".join(NINEFOLD), "more than 200,000 values"),
     ],
 )
 def test_yaml_that_is_refused(text, message):
@@ -114,5 +112,4 @@ def test_yaml_that_is_accepted():
 def test_an_option_of_no_callback_is_not_a_refused_import(tmp_path, capsys):
     file = recipe(tmp_path, **{"trainer__callbacks+": []})
     line = refused(capsys, "fit", "--config", file, "--trainer.callbacks.group_size=16")
-    assert "is of the callback named last before it" in line
-    assert "--allow-import" not in line
+    assert "is of the callback named last before it" in line and "--allow-import" not in line

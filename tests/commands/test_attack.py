@@ -1,18 +1,17 @@
 """The command that attacks a checkpoint by what its defense calls for."""
 
 from lightning_rob import load_callbacks
+from tests.pieces import spec
 from tests.tiny import recipe, run
 
 
-def test_the_command_prints_the_trail_and_writes_a_plug_in(trained, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    net = {"class_path": "tests.audit.planted.Rounding", "init_args": {"width": 16}}
+def test_the_command_prints_the_trail_and_writes_a_plug_in(trained, tmp_path, capsys):
+    net = spec("tests.audit.planted.Rounding", width=16)
     file = recipe(tmp_path, **{"model__init_args__net": net, "trainer__callbacks+": []})
     args = ["--config", file, "--ckpt_path", trained]
     run("attack", *args, "--images=10", "--passes=1200", "--eps=0.1")
     out = capsys.readouterr().out
-    assert "Radius: linf 0.1, as --eps says\n" in out
-    assert "rounding operations" in out
+    assert "Radius: linf 0.1, as --eps says\n" in out and "rounding operations" in out
     assert "slopes through rounding" in out
     (found,) = tmp_path.rglob("found.yaml")
     assert f"--trainer.callbacks+={found}" in out

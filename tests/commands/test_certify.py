@@ -8,14 +8,14 @@ from PIL import Image
 
 from lightning_rob.commands.certify import CertifyConfig
 from lightning_rob.evaluation.result_file import read_result_file
+from tests.pieces import lines_of, spec
 from tests.schema import checked
 from tests.tiny import fit, run, same_weights, weights
 
 SMALL = ["--draws", "100", "--images", "8", "--steps", "2"]
 
 
-def test_the_command(trained, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_the_command(trained, tmp_path, capsys):
     run("certify", trained, "--sigma", "0.1", "--radii", "1/10,0.05", *SMALL)
     (folder,) = tmp_path.glob("certificates/last_*_0.1")
     record = checked((folder / "certified.jsonl").read_text())
@@ -44,18 +44,13 @@ def test_the_command(trained, tmp_path, monkeypatch, capsys):
 
 
 def test_the_callback_logs_and_leaves_training_as_it_is(trained, tmp_path):
-    certified = {
-        "class_path": "CertifiedEval",
-        "init_args": {"sigma": 0.1, "radii": [0.0, 0.05], "draws": 60},
-    }
-    stopping = {
-        "class_path": "RobustEarlyStopping",
-        "init_args": {"monitor": "val/certified/0.05", "mode": "max", "patience": 9},
-    }
+    certified = spec("CertifiedEval", sigma=0.1, radii=[0.0, 0.05], draws=60)
+    watched = {"monitor": "val/certified/0.05", "mode": "max", "patience": 9}
+    stopping = spec("RobustEarlyStopping", **watched)
     again = fit(tmp_path, callbacks=[certified, stopping], model__init_args__monitor=None)
     assert same_weights(weights(trained), weights(again))
     folder = tmp_path / "run/version_0"
-    records = [checked(line) for line in (folder / "certified.jsonl").read_text().splitlines()]
+    records = lines_of(folder / "certified.jsonl")
     assert [record["epoch"] for record in records] == [0, 1, 2, 3]
     assert [record["n"] for record in records] == [32] * 4
     assert records[3]["accuracy"][0] >= records[3]["accuracy"][1] > 0

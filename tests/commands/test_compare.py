@@ -44,13 +44,11 @@ def test_the_command_compares_attacks_and_checkpoints(tmp_path, capsys):
     run("compare", one)
     out = capsys.readouterr().out
     assert "x → y" in out
-    assert "-50.0" in out
-    assert "interval: McNemar, 95 %; p: two-sided; lost" in " ".join(out.split())
+    assert "-50.0" in out and "interval: McNemar, 95 %; p: two-sided; lost" in " ".join(out.split())
     assert "Holm" not in out  # of one comparison
     run("compare", one, other)
     out = capsys.readouterr().out
-    assert "-75.0" in out
-    assert "two-sided, by Holm over 3" in " ".join(out.split())
+    assert "-75.0" in out and "two-sided, by Holm over 3" in " ".join(out.split())
     assert "They differ in the attack x: steps (3 and 2)" in " ".join(out.split())
     by_figure = {row[0]: row[-1] for row in cells(out)}
     assert by_figure["x"] == "0.75"  # 2 / 2**3, three times
@@ -64,8 +62,7 @@ def test_an_ensemble_is_compared_with_its_first_member(tmp_path, capsys):
     alone = record(tmp_path / "b.csv", {"clean": bits("1111"), "y": bits("1101")})
     run("compare", whole, alone, "--pairs", "x=y")
     (row,) = cells(capsys.readouterr().out)
-    assert row[:4] == ["x", "25.0%", "75.0%", "+50.0"]
-    assert row[5:7] == ["0", "2"]
+    assert row[:4] == ["x", "25.0%", "75.0%", "+50.0"] and row[5:7] == ["0", "2"]
 
 
 def gate(tmp_path, old, new, *args) -> int:
@@ -84,9 +81,7 @@ def gate(tmp_path, old, new, *args) -> int:
         (7, 0, 1),  # any significant fall
     ],
 )
-def test_the_gate_fails_on_a_fall_that_is_significant_and_large(
-    tmp_path, lost, limit, code, capsys
-):
+def test_the_gate_fails_on_a_significant_large_fall(tmp_path, lost, limit, code, capsys):
     new = "0" * lost + "1" * (100 - lost)
     file = tmp_path / "x.md"
     assert gate(tmp_path, "1" * 100, new, "--fail-if-worse", limit, "--markdown", file) == code
@@ -102,8 +97,7 @@ def test_the_gate_fails_on_a_fall_that_is_significant_and_large(
 def test_a_fall_by_exactly_the_limit_counts_for_float32_scores():
     """0.9 and 0.7 of float32 differ by 0.19999999."""
     (found,) = compared([("x", torch.full((500,), 0.9), torch.full((500,), 0.7))])
-    assert found.is_worse(0.2)
-    assert not found.is_worse(0.2001)
+    assert found.is_worse(0.2) and not found.is_worse(0.2001)
 
 
 def test_the_gate_refuses_what_means_something_else(tmp_path, capsys):

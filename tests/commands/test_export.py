@@ -1,8 +1,6 @@
 """An exported defense predicts as the defense itself, also without this package."""
 
 import json
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -10,20 +8,15 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_rob import Ensemble, Mixture, RandomTransforms, Single, TransformEnsemble
 from lightning_rob.commands.export import ExportConfig
 from lightning_rob.commands.export.program import export
-from lightning_rob.defenses import (
-    DENT,
-    Ensemble,
-    Mixture,
-    RandomTransforms,
-    Single,
-    TransformEnsemble,
-)
+from lightning_rob.defenses import DENT
 from lightning_rob.randomness import Streams
 from lightning_rob.rules import majority, random_member
 from lightning_rob.transforms import GaussianNoise, HorizontalFlip
-from tests.tiny import Blobs, TinyNet, run
+from tests.pieces import python
+from tests.tiny import TinyNet, blobs, run
 
 SEED = 5
 LOADER = """
@@ -104,11 +97,9 @@ def test_the_program_predicts_as_the_defense_does(case, written, x, keys):
 def test_it_runs_where_this_package_is_not_imported(written, x, keys, tmp_path):
     defense, path, *_ = written("rt")
     torch.save([x, keys], tmp_path / "given.pt")
-    command = [sys.executable, "-c", LOADER, str(tmp_path / "given.pt"), str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    printed = python("-c", LOADER, tmp_path / "given.pt", path, cwd=tmp_path)
     expected = defense(x, Streams.from_index(keys, SEED))
-    for found in map(torch.tensor, json.loads(done.stdout)):
+    for found in map(torch.tensor, json.loads(printed)):
         torch.testing.assert_close(found, expected[: len(found)], rtol=0, atol=1e-6)
 
 
@@ -153,9 +144,8 @@ def test_invalid_options():
             ExportConfig(**options)
 
 
-def test_the_command_exports_a_checkpoint(trained, tmp_path, capsys, monkeypatch):
+def test_the_command_exports_a_checkpoint(trained, tmp_path, capsys):
     out = tmp_path / "defense.pt2"
-    monkeypatch.chdir(tmp_path)
     run("export", "--ckpt_path", trained, "--out", out, "--trainer.accelerator=cpu")
     printed = capsys.readouterr().out
     assert "Ensemble in " in printed and "33 test images differ by at most" in printed
@@ -163,5 +153,4 @@ def test_the_command_exports_a_checkpoint(trained, tmp_path, capsys, monkeypatch
     run("predict", "--ckpt_path", trained, "--trainer.accelerator=cpu")
     rows = next(tmp_path.rglob("predictions.csv")).read_text().splitlines()[1:]
     predicted = torch.tensor([[float(cell) for cell in row.split(",")[2:]] for row in rows])
-    images = torch.stack([image for image, _ in Blobs().source(train=False)])
-    torch.testing.assert_close(torch.export.load(str(out)).module()(images), predicted)
+    torch.testing.assert_close(torch.export.load(str(out)).module()(blobs(False)[0]), predicted)

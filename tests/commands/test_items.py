@@ -9,7 +9,6 @@ from pickle import UnpicklingError
 import pytest
 import torch
 import yaml
-from lightning.pytorch import Callback
 from torch import nn
 
 import lightning_rob
@@ -26,7 +25,8 @@ from lightning_rob.nets.weights import read_file
 from lightning_rob.runtime.errors import InputError, visible
 from lightning_rob.threat import Threat
 from tests.cli.hostile import CANARY, evil
-from tests.tiny import pgd, robust_eval, run
+from tests.pieces import lines_of, plugged, spec
+from tests.tiny import exit_code, pgd, robust_eval
 
 CALLS = []
 
@@ -55,9 +55,8 @@ def test_odd_names_are_escaped_everywhere(content, tmp_path, monkeypatch, capfd)
     suite = tmp_path / "suite.yaml"
     suite.write_text(yaml.safe_dump(robust_eval({"pgd": pgd(random_start=False)})))
     options = ("--once", "--suite", suite, "--trainer.accelerator=cpu", "--every=0.1")
-    with pytest.raises(SystemExit):
-        run("monitor", tmp_path, *options)
-    events = list(map(json.loads, (tmp_path / "monitor.jsonl").read_text().splitlines()))
+    assert exit_code("monitor", tmp_path, *options) == 1
+    events = lines_of(tmp_path / "monitor.jsonl")
     for kind, prefix in (("evaluated", ""), ("broken", "x")):
         found = {event["checkpoint"] for event in events if event.get("event") == kind}
         assert found == {f"checkpoints/{prefix}{visible(os.fsdecode(name))}" for name in NAMES}
@@ -136,43 +135,23 @@ DOORS = {
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_a_checkpoint_with_code_is_refused_at_every_door(door, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_checkpoint_with_code_is_refused_at_every_door(door):
     Path("evil.ckpt").write_bytes(evil())
     with pytest.raises((ValueError, InputError, UnpicklingError)):
         DOORS[door]("evil.ckpt")
     assert not Path(CANARY).exists()
 
 
-class FailsAt(Callback):
-    """Fails at the start of the test of this number."""
-
-    def __init__(self, number: int) -> None:
-        self.left = number
-
-    def on_test_start(self, *_) -> None:
-        self.left -= 1
-        if not self.left:
-            raise LookupError("odd")
-
-
-def test_a_value_of_a_sweep_that_fails_is_named_and_the_others_are_measured(
-    content, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.chdir(tmp_path)
+def test_a_failed_value_of_a_sweep_is_named(content, tmp_path, capsys):
     saved(content, tmp_path / "a.ckpt", 1)
-    fails = {"class_path": f"{__name__}.FailsAt", "init_args": {"number": 2}}
-    plugged = [fails, robust_eval({"pgd": pgd(random_start=False)})]
-    callbacks = [f"--trainer.callbacks+={json.dumps(one)}" for one in plugged]
+    fails = spec("tests.commands.test_sweep.AtTest", number=2, fails=True)
+    callbacks = plugged(fails, robust_eval({"pgd": pgd(random_start=False)}))
     options = ("--over=eps", "--values=1/255,2/255,4/255", "--out=swept", *callbacks)
-    with pytest.raises(SystemExit) as stop:
-        run("sweep", "--ckpt_path=a.ckpt", "--trainer.accelerator=cpu", *options)
-    assert stop.value.code == 1
+    assert exit_code("sweep", "--ckpt_path=a.ckpt", "--trainer.accelerator=cpu", *options) == 1
     out, err = capsys.readouterr()
     assert "[2/3] eps 2/255: failed, LookupError: odd" in out
     assert "1 of 3 values failed, 2/255: LookupError: odd" in err
-    found = list(map(json.loads, Path("swept/sweep.jsonl").read_text().splitlines()))
-    assert len({line["value"] for line in found}) == 2
+    assert len({line["value"] for line in lines_of(Path("swept/sweep.jsonl"))}) == 2
 
 
 def test_the_attack_that_fails_is_named():

@@ -14,18 +14,11 @@ import yaml
 from lightning_rob.commands.leaderboard import submissions
 from lightning_rob.commands.leaderboard.ranks import agreement, difference, ranks
 from lightning_rob.threat import Threat
-from tests.tiny import TinyNet, fit, pgd, refused, run
+from tests.pieces import spec
+from tests.tiny import TinyNet, exit_code, fit, pgd, refused
 
-PROTOCOL = {
-    "title": "Blobs",
-    "data": {"class_path": "tests.tiny.Blobs", "init_args": {}},
-    "radii": {"linf": 0.1, "l2": 0.1},
-    "images": 30,
-    "passes": 60,
-    "power": 5,
-    "certified": 200,
-    "training": 100,
-}
+PROTOCOL = {"title": "Blobs", "data": spec("tests.tiny.Blobs"), "radii": {"linf": 0.1, "l2": 0.1}}
+PROTOCOL |= {"images": 30, "passes": 60, "power": 5, "certified": 200, "training": 100}
 
 
 class SeesGradients(TinyNet):
@@ -40,21 +33,17 @@ def board(tmp_path_factory):
     """A scored leaderboard: BAT of two seeds, a smoothed network, one that detects gradients."""
     folder = tmp_path_factory.mktemp("board")
     (folder / "protocol.yaml").write_text(yaml.safe_dump(PROTOCOL, sort_keys=False))
-    net = {"class_path": "tests.tiny.TinyNet"}
-    alone = {"class_path": "AdversarialTraining", "init_args": {"net": net}}
-    smoothed = {"class_path": "Smoothing", "init_args": {"sigma": 0.1, "draws": 20}}
-    sees = {"net": {"class_path": f"{__name__}.SeesGradients"}}
+    net, sees = spec("tests.tiny.TinyNet"), spec(f"{__name__}.SeesGradients")
+    smoothed = spec("Smoothing", sigma=0.1, draws=20)
     models = {
         "BAT 0": {},
         "BAT 1": {"seed_everything": 1},
-        "Smoothed": {"model": alone | {"init_args": {"net": net, "defense": smoothed}}},
-        "Sees": {"model": alone | {"init_args": sees | {"attack": pgd()}}},
+        "Smoothed": {"model": spec("AdversarialTraining", net=net, defense=smoothed)},
+        "Sees": {"model": spec("AdversarialTraining", net=sees, attack=pgd())},
     }
     for name, changes in models.items():
         own = folder / name.replace(" ", "_")
-        own.mkdir()
-        monitor = {"model__init_args__monitor": None} if "BAT" in name else {}
-        shutil.move(fit(own, **{"trainer__max_epochs": 4, **changes}, callbacks=(), **monitor), own)
+        shutil.move(fit(own, **changes), own)
         about = {"name": name.split()[0], "seed": int("1" in name), "training": 40}
         (own / "submission.yaml").write_text(yaml.safe_dump(about))
     told(folder, "--evaluate")
@@ -63,11 +52,7 @@ def board(tmp_path_factory):
 
 def told(folder, *args):
     """Return what is published; the exit code says whether a submission has no rank."""
-    code = 0
-    try:
-        run("leaderboard", folder, *args, "--allow-import=tests")
-    except SystemExit as ended:
-        code = ended.code
+    code = exit_code("leaderboard", folder, *args, "--allow-import=tests")
     assert code == ("Without a rank" in (folder / "leaderboard.md").read_text())
     return json.loads((folder / "leaderboard.json").read_text())
 
@@ -91,23 +76,36 @@ def test_the_table(board, capsys):
     assert "Without a rank" in page and "<script>" in page
 
 
-def test_a_submission_is_ranked_beside_a_published_leaderboard(board, tmp_path, capsys):
+@pytest.fixture
+def content(board):
+    """What the board publishes."""
+    return json.loads((board / "leaderboard.json").read_text())
+
+
+def test_a_submission_is_ranked_beside_published_ones(board, content, tmp_path, capsys):
     """By its scores alone: the others' models are elsewhere."""
-    whole = told(board)
     shutil.copytree(board, tmp_path / "theirs", ignore=shutil.ignore_patterns("BAT_1"))
     told(tmp_path / "theirs")
     mine, theirs = tmp_path / "mine", tmp_path / "theirs/leaderboard.json"
     for name in ("BAT_1", "Smoothed"):
         shutil.copytree(board / name, mine / name)
     capsys.readouterr()
-    content = told(mine, f"--beside={theirs}")
-    assert content["norms"] == whole["norms"]
+    found = told(mine, f"--beside={theirs}")
+    assert found["norms"] == content["norms"]
     assert "Smoothed with the seed of Smoothed (published)" in capsys.readouterr().out
     tau = [re.search("tau.*", (f / "leaderboard.md").read_text()) for f in (board, mine)]
     assert str(tau[0]) == str(tau[1])  # trainings are paired as in one folder
-    assert {one["folder"] for one in content["submissions"]} == {"BAT_0", "BAT_1", "Smoothed"}
+    assert {one["folder"] for one in found["submissions"]} == {"BAT_0", "BAT_1", "Smoothed"}
     again = told(mine, f"--beside={mine / 'leaderboard.json'}")  # with those that it has itself
-    assert again["norms"] == whole["norms"]
+    assert again["norms"] == content["norms"]
+
+
+def published(content, board, tmp_path):
+    """A folder with a submission, and the option of others' scores."""
+    (tmp_path / "theirs.json").write_text(json.dumps(content))
+    shutil.copytree(board / "BAT_1", tmp_path / "mine/BAT_1")
+    shutil.copy(board / "protocol.yaml", tmp_path / "mine")
+    return tmp_path / "mine", f"--beside={tmp_path / 'theirs.json'}"
 
 
 @pytest.mark.parametrize(
@@ -120,17 +118,14 @@ def test_a_submission_is_ranked_beside_a_published_leaderboard(board, tmp_path, 
         (lambda c: c["protocol"].update(images=20.5), "images must be a whole number, got 20.5"),
     ],
 )
-def test_another_file_beside_is_one_line(change, said, board, tmp_path, capsys):
-    content = told(board)
+def test_another_file_beside_is_one_line(change, said, board, content, tmp_path, capsys):
     change(content)
-    (tmp_path / "theirs.json").write_text(json.dumps(content))
-    shutil.copytree(board / "BAT_1", tmp_path / "mine/BAT_1")
-    args = ("--allow-import=tests", f"--beside={tmp_path / 'theirs.json'}")
-    assert said in refused(capsys, "leaderboard", tmp_path / "mine", *args)
+    args = published(content, board, tmp_path)
+    (tmp_path / "mine/protocol.yaml").unlink()
+    assert said in refused(capsys, "leaderboard", *args, "--allow-import=tests")
 
 
-def test_odd_published_scores_stop_no_others(board, tmp_path, capsys):
-    content = told(board)
+def test_odd_published_scores_stop_no_others(board, content, tmp_path, capsys):
     changes = [
         lambda one: one["scores"].pop("weights"),
         lambda one: one["scores"].update(weights=[1]),
@@ -139,42 +134,40 @@ def test_odd_published_scores_stop_no_others(board, tmp_path, capsys):
     for change, one in zip(changes, content["submissions"], strict=True):
         change(one)
     content["protocol"].pop("steps")  # takes the default, as in protocol.yaml
-    (tmp_path / "theirs.json").write_text(json.dumps(content))
-    shutil.copytree(board / "BAT_1", tmp_path / "mine/BAT_1")
-    shutil.copy(board / "protocol.yaml", tmp_path / "mine")
-    found = told(tmp_path / "mine", f"--beside={tmp_path / 'theirs.json'}")
+    found = told(*published(content, board, tmp_path))
     assert [one["folder"] for one in found["submissions"]] == ["BAT_1"]
     out = capsys.readouterr().out
     assert "BAT_0: KeyError: 'weights'" in out and "Smoothed: KeyError: 'l2'" in out
     assert "BAT_1: TypeError: " in out
 
 
-def test_published_scores_of_another_protocol_have_no_rank(board, tmp_path, capsys):
-    content = told(board)
+def test_published_scores_of_another_protocol_have_no_rank(board, content, tmp_path, capsys):
     content["protocol"]["passes"] = 7
-    (tmp_path / "theirs.json").write_text(json.dumps(content))
-    shutil.copytree(board / "BAT_1", tmp_path / "mine/BAT_1")
-    shutil.copy(board / "protocol.yaml", tmp_path / "mine")
-    found = told(tmp_path / "mine", f"--beside={tmp_path / 'theirs.json'}")
+    found = told(*published(content, board, tmp_path))
     assert [one["folder"] for one in found["submissions"]] == ["BAT_1"]
     assert "Smoothed: another protocol: passes is 7, not 60" in capsys.readouterr().out
 
 
-def test_planted_submissions_have_no_rank(board, tmp_path, capsys):
-    folder = tmp_path / "board"
-    shutil.copytree(board, folder)
+@pytest.fixture
+def folder(board, tmp_path):
+    """A copy of the board, to be changed."""
+    return shutil.copytree(board, tmp_path / "board")
+
+
+def forge(folder, change):
+    """Change the scores of a submission."""
+    scores = json.loads((folder / "scores.json").read_text())
+    change(scores)
+    (folder / "scores.json").write_text(json.dumps(scores))
+
+
+def test_planted_submissions_have_no_rank(folder, capsys):
     checkpoint = torch.load(folder / "BAT_0/last.ckpt", weights_only=False)
     next(v for v in checkpoint["state_dict"].values() if v.dim() == 2)[0, 0] += 0.5
     torch.save(checkpoint, folder / "BAT_0/last.ckpt")
-    path = folder / "Smoothed/scores.json"
-    scores = json.loads(path.read_text())
-    scores["protocol"]["radii"]["linf"] = 0.05
-    path.write_text(json.dumps(scores))
-    path = folder / "BAT_1/scores.json"
-    scores = json.loads(path.read_text())
-    images = scores["norms"]["linf"]["images"]
-    images["worst"] = [1.0] * len(images["worst"])
-    path.write_text(json.dumps(scores))
+    forge(folder / "Smoothed", lambda scores: scores["protocol"]["radii"].update(linf=0.05))
+    whole = {"worst": [1.0] * PROTOCOL["images"]}
+    forge(folder / "BAT_1", lambda scores: scores["norms"]["linf"]["images"].update(whole))
     content = told(folder, "--check=20")
     out = capsys.readouterr().out
     assert content["norms"]["linf"] == []
@@ -210,15 +203,10 @@ ABOUT = {
 }
 
 
-def test_no_submission_stops_the_others(board, tmp_path, capsys):
+def test_no_submission_stops_the_others(folder, capsys):
     """Each has its reason in the table, whatever its files hold; a name is text on the page."""
-    folder = tmp_path / "board"
-    shutil.copytree(board, folder)
     for name, (change, _) in FORGED.items():
-        shutil.copytree(folder / "BAT_0", folder / name)
-        scores = json.loads((folder / name / "scores.json").read_text())
-        change(scores)
-        (folder / name / "scores.json").write_text(json.dumps(scores))
+        forge(shutil.copytree(folder / "BAT_0", folder / name), change)
         about = yaml.safe_dump({"name": name, "training": 40})
         (folder / name / "submission.yaml").write_text(about)
     for name, (about, _) in ABOUT.items():
@@ -237,45 +225,30 @@ def test_no_submission_stops_the_others(board, tmp_path, capsys):
     names = {row["defense"]: row for row in content["norms"]["l2"]}
     assert set(names) == {"BAT", "Smoothed", markup} and names["BAT"]["seeds"] == 2
     for name, (_, reason) in (FORGED | ABOUT).items():
-        assert any(line.startswith(f"{name}: ") and reason in line for line in out.splitlines()), (
-            name
-        )
+        said = [line for line in out.splitlines() if line.startswith(f"{name}: ")]
+        assert any(reason in line for line in said), name
     assert "pipe: last.ckpt is no file" in out
     assert "no_json: " in out and "\x1b" not in out
     assert "<script>alert" not in (folder / "leaderboard.html").read_text()
     assert "<script>alert" not in (folder / "leaderboard.md").read_text()
 
 
-def test_a_check_passes_the_true_and_finds_what_is_cut_out_of_the_scores(board, tmp_path, capsys):
-    folder = tmp_path / "board"
-    shutil.copytree(board, folder)
-    path = folder / "Sees/scores.json"
-    scores = json.loads(path.read_text())
-    for found in scores["norms"].values():
-        found["findings"] = []
-    path.write_text(json.dumps(scores))
-    ranked = told(folder, "--check=20")["norms"]["l2"]
-    assert {row["defense"] for row in ranked} == {"BAT", "Smoothed"}
-    out = capsys.readouterr().out
-    assert "BAT_0: images attacked again agree" in out
-    assert "Sees: severe findings of 20 images attacked again within linf: gradients_seen" in out
-
-
-def test_a_few_forged_images_of_a_fixed_network_are_found(board, tmp_path, capsys):
+def test_a_check_finds_what_is_cut_or_forged(folder, capsys):
     """Without noise the same images fall again: each is seen, not their mean alone."""
-    folder = tmp_path / "board"
-    shutil.copytree(board, folder)
-    path = folder / "BAT_1/scores.json"
-    scores = json.loads(path.read_text())
-    worst = scores["norms"]["linf"]["images"]["worst"]
-    fallen = [place for place, score in enumerate(worst) if score < 0.9]
-    for place in fallen[: max(5, len(worst) // 8)]:
-        worst[place] = 1.0
-    path.write_text(json.dumps(scores))
-    told(folder, f"--check={len(worst)}")
+    forge(folder / "Sees", lambda s: [one.update(findings=[]) for one in s["norms"].values()])
+
+    def forged(scores):
+        worst = scores["norms"]["linf"]["images"]["worst"]
+        for place in [place for place, score in enumerate(worst) if score < 0.9][:5]:
+            worst[place] = 1.0
+
+    forge(folder / "BAT_1", forged)
+    ranked = {row["defense"]: row for row in told(folder, "--check=30")["norms"]["l2"]}
+    assert ranked.keys() == {"BAT", "Smoothed"} and ranked["BAT"]["seeds"] == 1
     out = capsys.readouterr().out
-    assert f"BAT_1: worst of {len(worst)} images attacked again" in out
-    assert "BAT_0: worst of" not in out
+    assert "BAT_0: images attacked again agree" in out and "BAT_0: worst of" not in out
+    assert "Sees: severe findings of 30 images attacked again within linf: gradients_seen" in out
+    assert "BAT_1: worst of 30 images attacked again" in out
 
 
 def test_each_check_chooses_other_images(monkeypatch):
@@ -298,15 +271,10 @@ def test_each_check_chooses_other_images(monkeypatch):
     assert seen[0] != seen[1] and len(seen[0]) == 20
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        {"tittle": "x"},
-        {"title": "x"},
-        PROTOCOL | {"radii": {"linf": "wide"}},
-        PROTOCOL | {"images": 34},
-    ],
-)
+WIDE, MANY = PROTOCOL | {"radii": {"linf": "wide"}}, PROTOCOL | {"images": 34}
+
+
+@pytest.mark.parametrize("content", [{"tittle": "x"}, {"title": "x"}, WIDE, MANY])
 def test_a_wrong_protocol_is_one_line(content, tmp_path, capsys):
     (tmp_path / "protocol.yaml").write_text(yaml.safe_dump(content))
     (tmp_path / "one").mkdir()
@@ -346,8 +314,7 @@ def test_one_training_alone():
     found = difference(first, second)
     assert found.mean == pytest.approx(gaps.mean())
     assert found.error == pytest.approx(gaps.std(ddof=1) / np.sqrt(len(gaps)))
-    assert ranks([first]) == [(1, 1)]
-    assert ranks([first, first]) == [(1, 2), (1, 2)]
+    assert ranks([first]) == [(1, 1)] and ranks([first, first]) == [(1, 2), (1, 2)]
 
 
 def test_agreement_between_trainings(monkeypatch):

@@ -7,7 +7,6 @@ import subprocess
 import time
 from configparser import RawConfigParser
 from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 import pytest
 import yaml
@@ -19,6 +18,7 @@ from lightning_rob.commands.monitor.page import Snapshot, newest_group
 from lightning_rob.commands.monitor.publish import Publisher
 from lightning_rob.runtime.errors import InputError
 from tests.commands.test_notify import evaluation
+from tests.commands.test_page import fetched
 from tests.tiny import ROOT
 
 pytest.importorskip("prometheus_client")
@@ -55,9 +55,7 @@ def samples(families):
 
 
 def get(publisher, path, **headers):
-    url = f"http://127.0.0.1:{publisher.server.server_port}{path}"
-    with urlopen(Request(url, headers=headers), timeout=10) as reply:
-        return reply.read().decode()
+    return fetched(publisher, path, **headers)[1]
 
 
 def test_every_figure_is_served_with_its_interval(published, tmp_path):

@@ -1,6 +1,5 @@
 """A defense as a folder for the hub: the same logits, and the accuracies of exactly its weights."""
 
-import json
 import shutil
 from importlib.metadata import version
 from pathlib import Path
@@ -13,13 +12,13 @@ from huggingface_hub import constants
 import lightning_rob
 from lightning_rob.recipes.trust import VARIABLE
 from lightning_rob.runtime.errors import InputError
-from tests.tiny import ROOT, Blobs, pgd, recipe, robust_eval, run
+from tests.pieces import ROOT, lines_of, plugged
+from tests.tiny import blobs, pgd, recipe, refused, robust_eval, run
 
 MONITOR = {"model__init_args__monitor": "val/robust/apgd"}
 
 
-def x():
-    return torch.stack([image for image, _ in Blobs().source(train=False)])
+X, _ = blobs(train=False)
 
 
 @pytest.fixture(scope="module")
@@ -30,24 +29,21 @@ def exported(tmp_path_factory):
         patch.chdir(folder)
         run("fit", "--config", recipe(folder, **MONITOR))
         (checkpoint,) = folder.rglob("checkpoints/*.ckpt")
-        test = json.dumps(robust_eval({"apgd": pgd()}))
         cpu = "--trainer.accelerator=cpu"
-        run("test", "--ckpt_path", checkpoint, "--trainer.callbacks+", test, cpu)
+        run("test", "--ckpt_path", checkpoint, *plugged(robust_eval({"apgd": pgd()})), cpu)
         out = ["--format", "safetensors", "--out", "model"]
         run("export", "--ckpt_path", checkpoint, *out, cpu)
-        lines = Path("logs/version_0/robust.jsonl").read_text().splitlines()
-    return folder / "model", checkpoint, list(map(json.loads, lines))
+        records = lines_of(Path("logs/version_0/robust.jsonl"))
+    return folder / "model", checkpoint, records
 
 
 def test_the_same_logits(exported):
     folder, checkpoint, _ = exported
-    assert {path.name for path in folder.iterdir()} == {
-        *("model.safetensors", "config.json", "README.md")
-    }
+    names = {"model.safetensors", "config.json", "README.md"}
+    assert {path.name for path in folder.iterdir()} == names
     defense, expected = lightning_rob.load(folder), lightning_rob.load(checkpoint)
-    assert torch.equal(defense.logits(x()), expected.logits(x()))
-    assert torch.equal(defense(x()), expected(x()))
-    assert len(defense.classifiers) == 2
+    assert torch.equal(defense.logits(X), expected.logits(X))
+    assert torch.equal(defense(X), expected(X)) and len(defense.classifiers) == 2
     module, trained = lightning_rob.load_module(folder), lightning_rob.load_module(checkpoint)
     assert module.best["value"] == trained.best["value"]
     for name, tensor in trained.best["weights"].items():
@@ -56,7 +52,7 @@ def test_the_same_logits(exported):
 
 def test_the_same_defense_by_torch_hub(exported):
     defense = torch.hub.load(str(ROOT), "load", exported[0], source="local")
-    assert torch.equal(defense(x()), lightning_rob.load(exported[0])(x()))
+    assert torch.equal(defense(X), lightning_rob.load(exported[0])(X))
 
 
 def test_no_code_of_others_is_imported(exported, monkeypatch):
@@ -74,7 +70,7 @@ def test_a_repository_of_the_hub(exported, tmp_path, monkeypatch):
     (place / "refs").mkdir()
     (place / "refs" / "main").write_text("5" * 40)
     defense = lightning_rob.load("hf-hub:org/net")
-    assert torch.equal(defense(x()), lightning_rob.load(exported[1])(x()))
+    assert torch.equal(defense(X), lightning_rob.load(exported[1])(X))
     with pytest.raises(InputError, match="hf-hub:org/other cannot be fetched"):
         lightning_rob.load("hf-hub:org/other")
 
@@ -83,8 +79,7 @@ def test_the_card_has_the_accuracies_of_these_weights(exported):
     folder, _, records = exported
     card = (folder / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: lightning-rob\n")
-    assert "allow_import=['tests']" in card
-    assert "BAT on Blobs" in card
+    assert "allow_import=['tests']" in card and "BAT on Blobs" in card
     assert "Of Blobs, 33 images:" in card
     assert {record["name"] for record in records} == {"clean", "apgd", "worst"}
     for record in records:
@@ -116,13 +111,11 @@ def test_accuracies_of_other_weights_are_left_out(exported, tmp_path, monkeypatc
     place.unlink()
 
 
-def test_commands_read_the_folder(exported, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    test = json.dumps(robust_eval({"apgd": pgd()}))
+def test_commands_read_the_folder(exported):
     options = ["--data=tests.tiny.Blobs", "--trainer.accelerator=cpu"]
-    run("test", "--ckpt_path", exported[0], *options, "--trainer.callbacks+", test)
-    lines = Path("logs/version_0/robust.jsonl").read_text().splitlines()
-    found = {record["name"]: record["accuracy"] for record in map(json.loads, lines)}
+    run("test", "--ckpt_path", exported[0], *options, *plugged(robust_eval({"apgd": pgd()})))
+    lines = lines_of(Path("logs/version_0/robust.jsonl"))
+    found = {record["name"]: record["accuracy"] for record in lines}
     assert found == {record["name"]: record["accuracy"] for record in exported[2]}
 
 
@@ -140,17 +133,13 @@ def test_folders_that_are_none(tmp_path):
             lightning_rob.load(tmp_path)
 
 
-def test_a_folder_that_would_not_be_whole_is_refused(exported, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_folder_that_would_not_be_whole_is_refused(exported, tmp_path, capsys):
     (tmp_path / "a.txt").write_text("")
     export = ["export", "--ckpt_path", exported[1], "--format=safetensors", "--out=m"]
-    with pytest.raises(SystemExit):
-        run(*export, "--model.monitor=./a.txt")
-    error = capsys.readouterr().err
+    error = refused(capsys, *export, "--model.monitor=./a.txt")
     assert "model.init_args.monitor is a file, './a.txt'" in error
     assert "add --model.init_args.monitor=null" in error
     inputs = "--trainer.callbacks.preprocess=tests.cli.test_load.brighter"
-    with pytest.raises(SystemExit):
-        run(*export, "--trainer.callbacks+=pgd", inputs)
-    assert "preprocess is an option of a plug-in" in capsys.readouterr().err
+    line = refused(capsys, *export, "--trainer.callbacks+=pgd", inputs)
+    assert "preprocess is an option of a plug-in" in line
     assert not (tmp_path / "m").exists()

@@ -19,13 +19,11 @@ trained = test_monitor.trained
 @pytest.fixture
 def listed(trained, tmp_path):
     """A file of three models: a folder, a file whose suite cannot be built, an empty folder."""
-    source = trained / "run/version_0/checkpoints"
-    (tmp_path / "a/checkpoints").mkdir(parents=True)
-    (tmp_path / "b").mkdir()
-    (tmp_path / "c").mkdir()
+    for folder in ("a/checkpoints", "b", "c"):
+        (tmp_path / folder).mkdir(parents=True)
     for name in EPOCHS[:2]:
-        shutil.copy(source / name, tmp_path / "a/checkpoints" / name)
-    shutil.copy(source / EPOCHS[2], tmp_path / "b/b.ckpt")
+        shutil.copy(trained / name, tmp_path / "a/checkpoints" / name)
+    shutil.copy(trained / EPOCHS[2], tmp_path / "b/b.ckpt")
     (tmp_path / "broken.yaml").write_text("class_path: NoSuchCallback")
     entries = {
         "first": {"run": str(tmp_path / "a"), "alarm": "robust/worst=0.999"},
@@ -43,11 +41,9 @@ def watch(file, *args) -> int:
 
 
 def test_a_broken_model_stops_no_other(listed, trained, tmp_path, monkeypatch, capsys):
-    source = trained / "run/version_0/checkpoints"
-
     def repair():
         (tmp_path / "broken.yaml").write_text((trained / "suite0.yaml").read_text())
-        shutil.copy(source / EPOCHS[3], tmp_path / "c" / EPOCHS[3])
+        shutil.copy(trained / EPOCHS[3], tmp_path / "c" / EPOCHS[3])
 
     happens = iter([lambda: None, repair, lambda: None, (tmp_path / "done").touch])
     clock = [0.0]
@@ -63,8 +59,7 @@ def test_a_broken_model_stops_no_other(listed, trained, tmp_path, monkeypatch, c
     assert watch(listed, "--until", tmp_path / "done", "--every=10") == 1
     homes = {"first": tmp_path / "a", "second": tmp_path / "b/b_monitor", "third": tmp_path / "c"}
     assert sorted(evaluated(homes["first"])) == EPOCHS[:2]
-    assert evaluated(homes["second"]) == ["b.ckpt"]
-    assert evaluated(homes["third"]) == [EPOCHS[3]]
+    assert evaluated(homes["second"]) == ["b.ckpt"] and evaluated(homes["third"]) == [EPOCHS[3]]
     (broken,) = events(homes["second"], "broken")
     assert "NoSuchCallback" in broken["alarm"][0]
     with closing(History(homes["second"])) as history:
@@ -95,8 +90,7 @@ BAD = {
 }
 
 
-def test_files_that_name_no_models(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_files_that_name_no_models(tmp_path, capsys):
     for reason, text in BAD.items():
         (tmp_path / "models.yaml").write_text(text)
         assert watch("models.yaml", "--once") == 2

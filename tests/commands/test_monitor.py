@@ -12,6 +12,7 @@ from contextlib import closing, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -24,14 +25,8 @@ from scipy.stats import binomtest
 from lightning_rob.attacks import ARC, PGD
 from lightning_rob.cli.lightning_cli import RobustCLI
 from lightning_rob.commands.checkpoints import load_weights, read_checkpoint
-from lightning_rob.commands.monitor import MonitorConfig, folder, history, loop
-from lightning_rob.commands.monitor.comparison import (
-    FADING,
-    SHARES,
-    CheckpointResults,
-    alarms,
-    drops,
-)
+from lightning_rob.commands.monitor import MonitorConfig, comparison, folder, history, loop
+from lightning_rob.commands.monitor.comparison import CheckpointResults, alarms, drops
 from lightning_rob.commands.monitor.figures import FigureLog
 from lightning_rob.commands.monitor.history import History, scalars
 from lightning_rob.commands.monitor.suite import Suite
@@ -39,19 +34,8 @@ from lightning_rob.commands.report import report
 from lightning_rob.metrics import holm, robust_accuracy
 from lightning_rob.threat import Threat
 from tests.commands.test_notify import Receiver, code_of, evaluation, forked
-from tests.schema import checked
-from tests.tiny import (
-    KEPT,
-    TinyNet,
-    arc,
-    exit_code,
-    fit,
-    images_of,
-    pgd,
-    recipe,
-    robust_eval,
-    run,
-)
+from tests.pieces import lines_of, spec
+from tests.tiny import TinyNet, arc, exit_code, fit, images_of, pgd, robust_eval, run
 
 THREAT = Threat("linf", 16 / 255)
 ATTACKS = (PGD(THREAT, 3, 8 / 255, random_start=False), ARC(THREAT, 3, 16 / 255))
@@ -60,16 +44,14 @@ EPOCHS = [f"epoch={i}-step={4 * (i + 1)}.ckpt" for i in range(4)]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Four epochs, a checkpoint of each, and last.ckpt, which has the weights of the fourth."""
+    """A folder of four epochs' checkpoints; last.ckpt has the weights of the fourth; suites."""
     torch.set_num_threads(1)  # a forked process hangs in a pool of threads that it has not
-    top = tmp_path_factory.mktemp("trained")
-    kept = {"class_path": "ModelCheckpoint", "init_args": {"save_top_k": -1, "save_last": True}}
-    options = {"model__init_args__monitor": None, "trainer__callbacks+": [kept]}
-    run("fit", "--config", recipe(top, **options))
+    kept = spec("ModelCheckpoint", save_top_k=-1, save_last=True)
+    place = fit(tmp_path_factory.mktemp("trained"), **{"trainer__callbacks+": [kept]}).parent
     suite = [robust_eval({"apgd": pgd(random_start=False)}), robust_eval({"arc": arc()})]
     for i, callback in enumerate(suite):
-        (top / f"suite{i}.yaml").write_text(yaml.safe_dump(callback))
-    return top
+        (place / f"suite{i}.yaml").write_text(yaml.safe_dump(callback))
+    return place
 
 
 @pytest.fixture
@@ -81,13 +63,13 @@ def watched(trained, tmp_path):
 
 @pytest.fixture
 def put(trained, watched):
-    """Puts a checkpoint of the fit into the watched folder, under its name or another."""
+    """Puts checkpoints of the fit into the watched folder, under their names or another."""
 
-    def one(name, under=None):
-        source = trained / "run/version_0/checkpoints" / name
-        shutil.copy(source, watched / "checkpoints" / (under or name))
+    def some(*names, under=None):
+        for name in names:
+            shutil.copy(trained / name, watched / "checkpoints" / (under or name))
 
-    return one
+    return some
 
 
 def monitor(trained, watched, *args, suites=2) -> int:
@@ -97,7 +79,7 @@ def monitor(trained, watched, *args, suites=2) -> int:
 
 
 def lines(watched) -> list[dict]:
-    return list(map(checked, (watched / "monitor.jsonl").read_text().splitlines()))
+    return lines_of(watched / "monitor.jsonl")
 
 
 def events(watched, kind) -> list[dict]:
@@ -128,14 +110,17 @@ def swapped(key, value):
     return value[[1, 0, 2, 3]] if "last" in key else value
 
 
+def built(file, checkpoint):
+    """The defense of a checkpoint and the test images, without a command."""
+    made = RobustCLI([f"--config={file}", "--trainer.logger=false"], run=False)
+    load_weights(made.model, read_checkpoint(str(checkpoint)))
+    made.datamodule.setup("test")
+    return made.model.defense.eval(), *images_of(made.datamodule)
+
+
 def by_hand(trained, path) -> dict[str, torch.Tensor]:
     """Each image's scores, by direct calls."""
-    file = str(trained / "recipe.yaml")
-    built = RobustCLI(["--config", file, "--trainer.logger=false"], run=False)
-    load_weights(built.model, read_checkpoint(str(path)))
-    built.datamodule.setup("test")
-    x, y = images_of(built.datamodule)
-    defense = built.model.defense.eval()
+    defense, x, y = built(trained.parents[2] / "recipe.yaml", path)
     perturbed = {"clean": x, "apgd": ATTACKS[0](defense, x, y), "arc": ATTACKS[1](defense, x, y)}
     scores = {k: robust_accuracy(defense(v).detach(), y) for k, v in perturbed.items()}
     return scores | {"worst": torch.stack([*scores.values()]).amin(0)}
@@ -145,10 +130,10 @@ def by_hand(trained, path) -> dict[str, torch.Tensor]:
 def judged(trained, tmp_path_factory):
     """The folder of a monitor that alarmed of two checkpoints, and what it printed."""
     watched = tmp_path_factory.mktemp("judged") / "run"
-    place, source = watched / "checkpoints", trained / "run/version_0/checkpoints"
+    place = watched / "checkpoints"
     place.mkdir(parents=True)
     for name in (EPOCHS[0], EPOCHS[3], "last.ckpt"):
-        shutil.copy(source / name, place / name)
+        shutil.copy(trained / name, place / name)
     for step, name in ((20, "swapped.ckpt"), (24, "again.ckpt")):  # as bad as each other, unequal
         scale = 1 + step / 1000
         changed(place / EPOCHS[3], place / name, lambda k, v, s=scale: swapped(k, v) * s, step)
@@ -168,16 +153,12 @@ def test_figures_and_images_are_those_of_direct_calls(trained, judged):
         assert line["n"] == 33
     robust = [hand["worst"] >= 0.5 for hand in hands]
     for i, event in enumerate(events(watched, "evaluated")[1:], start=1):
-        before, after = robust[i - 1], robust[i]
-        lost, won = (
-            (a & ~b).nonzero()[:, 0].tolist() for a, b in ((before, after), (after, before))
-        )
+        both = robust[i - 1 : i + 1]
+        lost, won = ((a & ~b).nonzero()[:, 0].tolist() for a, b in (both, both[::-1]))
         assert event["change"]["since"] == f"checkpoints/{evaluated(watched)[i - 1]}"
-        assert event["change"]["newly_vulnerable"] == lost
-        assert event["change"]["won_back"] == won
+        assert event["change"]["newly_vulnerable"] == lost and event["change"]["won_back"] == won
         p = binomtest(len(lost), len(lost) + len(won)).pvalue if lost or won else 1.0
-        assert event["change"]["p"] == pytest.approx(p)
-        assert event["change"]["test"] == "McNemar"
+        assert event["change"]["p"] == pytest.approx(p) and event["change"]["test"] == "McNemar"
     _, first, second, third = events(watched, "evaluated")
     lost = second["change"]["newly_vulnerable"]
     assert len(lost) > 5
@@ -241,7 +222,7 @@ def test_a_checkpoint_is_not_compared_with_one_that_fell():
     assert drops(past(3, range(10)), [good, bad])[0].p == 1
     still = drops(past(3, range(10)), [good, replace(bad, fell=True)])[0]
     assert (still.since, still.significant(0.05)) == ("1.ckpt", True)
-    assert 0.99 < zeta(FADING) / SHARES < 1  # the shares of all judgements
+    assert 0.99 < zeta(comparison.FADING) / comparison.SHARES < 1  # the shares of all judgements
 
 
 @pytest.mark.parametrize("random", [False, True])
@@ -284,18 +265,15 @@ def test_weights_and_model_count_and_nothing_is_evaluated_twice(trained, watched
     put(EPOCHS[1])
     assert watch(trained, watched) == 0
     put(EPOCHS[1], under=f"copy_of_{EPOCHS[1]}")
-    first, second = (
-        top / "checkpoints" / EPOCHS[0] for top in (trained / "run/version_0", watched)
-    )
-    rewritten(first, second, lambda model: model["optimizer"].update(init_args={"lr": 0.02}))
+    slower = lambda model: model["optimizer"].update(init_args={"lr": 0.02})  # noqa: E731
+    rewritten(trained / EPOCHS[0], watched / "checkpoints" / EPOCHS[0], slower)
     assert watch(trained, watched, "--data.eval_batch_size=5") == 0
     found = [EPOCHS[1], EPOCHS[0]]
     assert evaluated(watched) == found
     # Later checkpoints are compared with one whose scores are missing.
     worst = next(line for line in lines(watched) if line.get("name") == "worst")
     (watched / worst["reuse"]["scores"]).unlink()
-    assert watch(trained, watched) == 0
-    assert evaluated(watched) == (found := [*found, EPOCHS[1]])
+    assert watch(trained, watched) == 0 and evaluated(watched) == (found := [*found, EPOCHS[1]])
     assert events(watched, "evaluated")[2]["change"]["since"] == f"checkpoints/{EPOCHS[0]}"
     options = watched / "m.yaml"
     options.write_text(yaml.safe_dump({"model": {"init_args": {"probs": [0.9, 0.1]}}}))
@@ -308,38 +286,26 @@ def test_weights_and_model_count_and_nothing_is_evaluated_twice(trained, watched
 
 def noisy(alpha):
     """Puts uniform noise before the net of a recipe."""
-    transforms = {"UniformNoise": {"alpha": alpha}}
-    init = {"size": 1, "draws": 3, "transforms": transforms}
-    defense = "lightning_rob.defenses.RandomTransforms"
-
-    def change(model):
-        model["defense"] = {"class_path": defense, "init_args": init}
-
-    return change
+    init = {"size": 1, "draws": 3, "transforms": {"UniformNoise": {"alpha": alpha}}}
+    defense = spec("lightning_rob.defenses.RandomTransforms", **init)
+    return lambda model: model.update(defense=defense)
 
 
-def test_each_checkpoint_is_evaluated_by_the_model_of_its_own_recipe(
-    trained, watched, tmp_path, monkeypatch
-):
+def test_each_checkpoint_is_evaluated_by_the_model_of_its_own_recipe(trained, watched, tmp_path):
     """As `test` evaluates it; the same weights with another recipe are another checkpoint."""
-    monkeypatch.chdir(tmp_path)
-    net = {"class_path": "tests.tiny.TinyNet", "init_args": {"width": 16}}
-    init = {"net": net, "attack": pgd(random_start=False)}
+    init = {"net": spec("tests.tiny.TinyNet", width=16), "attack": pgd(random_start=False)}
     noisy(0.01)(init)
-    module = {"class_path": "lightning_rob.modules.AdversarialTraining", "init_args": init}
-    options = {"trainer__max_epochs": 2, "trainer__callbacks+": [KEPT]}
-    run("fit", "--config", recipe(tmp_path, model=module, **options))
+    module = spec("lightning_rob.modules.AdversarialTraining", **init)
     place = watched / "checkpoints"
-    shutil.copy(watched.parent / "run/version_0/checkpoints/last.ckpt", place / "a.ckpt")
+    shutil.copy(fit(tmp_path, model=module, trainer__max_epochs=2), place / "a.ckpt")
     rewritten(place / "a.ckpt", place / "b.ckpt", noisy(1.0))
-    assert watch(trained, watched) == 0
-    assert evaluated(watched) == ["a.ckpt", "b.ckpt"]
+    assert watch(trained, watched) == 0 and evaluated(watched) == ["a.ckpt", "b.ckpt"]
     found = [line for line in lines(watched) if line.get("name") in ("clean", "apgd")]
     for i, name in enumerate(("a.ckpt", "b.ckpt")):
         shutil.rmtree("logs", ignore_errors=True)
         plugged = f"--trainer.callbacks+={trained}/suite0.yaml"
         run("test", "--ckpt_path", place / name, plugged, "--trainer.accelerator=cpu")
-        tested = map(json.loads, Path("logs/version_0/robust.jsonl").read_text().splitlines())
+        tested = lines_of(Path("logs/version_0/robust.jsonl"))
         wanted = {line["name"]: line["accuracy"] for line in tested}
         told = {line["name"]: line["accuracy"] for line in found[2 * i : 2 * i + 2]}
         assert told == pytest.approx({key: wanted[key] for key in told}, abs=1e-6)
@@ -355,10 +321,8 @@ def test_alarms_and_exit_codes(trained, watched, put, capsys):
     (event,) = events(watched, "evaluated")
     (worst,) = (line["accuracy"] for line in lines(watched) if line.get("name") == "worst")
     assert event["alarm"] == [f"robust/worst is {worst:.2%}, below 99.9%"]
-    assert (
-        f"lightning-rob: alarm: {event['checkpoint']}: {event['alarm'][0]}"
-        in capsys.readouterr().err
-    )
+    said = f"lightning-rob: alarm: {event['checkpoint']}: {event['alarm'][0]}"
+    assert said in capsys.readouterr().err
     # There is nothing new, and yet the last accuracies are judged by the options of today.
     for asked, code in (("", 0), ("--alarm=robust/apgd=0.999", 1), ("--alarm=robust/apgd=0.01", 0)):
         assert watch(trained, watched, *filter(None, [asked])) == code
@@ -391,10 +355,10 @@ def test_following_it_finds_what_comes_and_what_is_overwritten(trained, watched,
     end = watched / "done"
 
     def same_weights_other_bytes():
-        changed(trained / "run/version_0/checkpoints" / EPOCHS[1], last, lambda _, v: v, step=9)
+        changed(trained / EPOCHS[1], last, lambda _, v: v, step=9)
 
     def half():
-        whole = (trained / "run/version_0/checkpoints" / EPOCHS[3]).read_bytes()
+        whole = (trained / EPOCHS[3]).read_bytes()
         (watched / "checkpoints" / EPOCHS[3]).write_bytes(whole[: len(whole) // 2])
 
     happens = [
@@ -412,18 +376,14 @@ def test_following_it_finds_what_comes_and_what_is_overwritten(trained, watched,
     assert not happens
     assert evaluated(watched) == ["last.ckpt", "last.ckpt", EPOCHS[3]]
     assert [line["step"] for line in events(watched, "evaluated")] == [4, 8, 16]
-    assert not events(watched, "broken")
-    assert not events(watched, "missed")
+    assert not events(watched, "broken") and not events(watched, "missed")
 
 
-def test_what_cannot_be_evaluated_is_named_and_the_rest_goes_on(
-    trained, watched, put, monkeypatch, capsys
-):
+def test_broken_checkpoints_stop_no_others(trained, watched, put, monkeypatch, capsys):
     monkeypatch.setattr(folder, "SETTLE", 0.0)
     monkeypatch.setattr(loop.time, "sleep", lambda _: None)
     place = watched / "checkpoints"
-    for name in (EPOCHS[0], EPOCHS[1], EPOCHS[2]):
-        put(name)
+    put(*EPOCHS[:3])
     whole = (place / EPOCHS[1]).read_bytes()
     (place / EPOCHS[1]).write_bytes(whole[:900])
     (place / "page.ckpt").write_text("<!DOCTYPE html>")
@@ -431,16 +391,12 @@ def test_what_cannot_be_evaluated_is_named_and_the_rest_goes_on(
     flipped = bytearray((place / EPOCHS[2]).read_bytes())
     flipped[5000] ^= 4
     (place / EPOCHS[2]).write_bytes(flipped)
-    start = trained / "run/version_0/checkpoints" / EPOCHS[3]
+    start = trained / EPOCHS[3]
     changed(start, place / "narrow.ckpt", lambda k, v: v[:2] if "last" in k else v, step=30)
-    odd = f"{__name__}.Odd"
-    recipes = {
-        "unknown.ckpt": lambda model: model["net"].update(class_path="tests.tiny.NoSuchNet"),
-        "wide.ckpt": lambda model: model["net"]["init_args"].update(width=17),
-        "odd.ckpt": lambda model: model["net"].update(class_path=odd),
-    }
-    for name, change in recipes.items():
-        rewritten(start, place / name, change)
+    wide, odd = spec("tests.tiny.TinyNet", width=17), spec(f"{__name__}.Odd")
+    recipes = {"unknown.ckpt": spec("tests.tiny.NoSuchNet"), "wide.ckpt": wide, "odd.ckpt": odd}
+    for name, net in recipes.items():
+        rewritten(start, place / name, lambda model, net=net: model.update(net=net))
     changed(start, place / "nan.ckpt", lambda _, v: v * torch.nan if v.dim() else v, step=31)
     put("last.ckpt")
     with Receiver() as receiver:
@@ -449,29 +405,22 @@ def test_what_cannot_be_evaluated_is_named_and_the_rest_goes_on(
         receiver.shutdown()
     assert evaluated(watched) == [EPOCHS[0], "last.ckpt"]
     reasons = {Path(e["checkpoint"]).name: e["alarm"][0] for e in events(watched, "broken")}
-    names = {EPOCHS[1], EPOCHS[2], *recipes}
-    names |= {f"{name}.ckpt" for name in ("page", "keys", "narrow", "nan")}
-    assert set(reasons) == names
-    assert "NoSuchNet" in reasons["unknown.ckpt"]
-    assert "another architecture" in reasons["wide.ckpt"]
-    assert "HTML" in reasons["page.ckpt"]
-    assert "is damaged" in reasons[EPOCHS[2]]
-    assert "another architecture" in reasons["narrow.ckpt"]
-    assert "not finite" in reasons["nan.ckpt"]
-    assert "KeyError: 'odd'" in reasons["odd.ckpt"]
-    assert capsys.readouterr().err.count("lightning-rob: alarm:") == len(names) == 9
+    other = "another architecture"
+    said = {"unknown": "NoSuchNet", "wide": other, "narrow": other, "page": "HTML", "keys": ""}
+    said |= {"nan": "not finite", "odd": "KeyError: 'odd'", EPOCHS[1][:-5]: ""}
+    said[EPOCHS[2][:-5]] = "is damaged"
+    assert reasons.keys() == {f"{name}.ckpt" for name in said}
+    assert all(text in reasons[f"{name}.ckpt"] for name, text in said.items())
+    assert capsys.readouterr().err.count("lightning-rob: alarm:") == len(said) == 9
     posts = [post["checkpoint"] for post in receiver.posts if post["kind"] == "alarm"]
-    assert sorted(posts) == sorted(f"checkpoints/{name}" for name in names)
+    assert sorted(posts) == sorted(f"checkpoints/{name}" for name in reasons)
     before = lines(watched)
     assert monitor(trained, watched, "--once") == 0
     assert [line["event"] for line in lines(watched)[len(before) :]] == ["ended"]
 
 
-def test_one_that_goes_before_its_turn_is_named_as_missed(
-    trained, watched, put, monkeypatch, capsys
-):
-    for name in EPOCHS[:3]:
-        put(name)
+def test_one_that_goes_too_early_is_missed(trained, watched, put, monkeypatch, capsys):
+    put(*EPOCHS[:3])
     evaluate = Suite.evaluate
 
     def and_delete(suite, meanwhile):
@@ -508,13 +457,11 @@ def test_attacks_that_had_no_gradient_ring(trained, watched, put):
 
 
 def test_killed_at_any_write_it_evaluates_none_twice_and_misses_none(trained, watched, put):
-    for name in EPOCHS[:2]:
-        put(name)
+    put(*EPOCHS[:2])
     append = history.append_whole
-    kills = 0
 
     def dying(at, part):
-        """Append, until the so-manieth time, when only a part gets to the disk."""
+        """Append whole lines `at` times; then only a part gets to the disk."""
         count = iter(range(at))
 
         def killed(file, content):
@@ -526,15 +473,10 @@ def test_killed_at_any_write_it_evaluates_none_twice_and_misses_none(trained, wa
         return killed
 
     for at, part in ((1, 0.5), (1, 0.9), (0, 1.0), (0, 0.4), (0, 1.0)):
-        history.append_whole = dying(at, part)
-        try:
+        with patch.object(history, "append_whole", dying(at, part)):
             child = forked(lambda: monitor(trained, watched, "--once"))
-        finally:
-            history.append_whole = append
-        kills += code_of(child) == -signal.SIGKILL
-    assert kills == 5
-    assert monitor(trained, watched, "--once") == 0
-    assert evaluated(watched) == EPOCHS[:2]
+        assert code_of(child) == -signal.SIGKILL
+    assert monitor(trained, watched, "--once") == 0 and evaluated(watched) == EPOCHS[:2]
     shutil.copytree(watched / "checkpoints", watched.parent / "whole/checkpoints")
     assert monitor(trained, watched.parent / "whole", "--once") == 0
     figures = [
@@ -559,8 +501,7 @@ def test_a_full_disk_ends_it_with_2_and_the_next_start_goes_on(trained, watched,
     assert code_of(forked(limited)) == 2
     (seen,) = map(json.loads, record.read_bytes().removeprefix(before).splitlines())
     assert seen["event"] == "seen"
-    assert watch(trained, watched) == 0
-    assert evaluated(watched) == EPOCHS[:2]
+    assert watch(trained, watched) == 0 and evaluated(watched) == EPOCHS[:2]
 
 
 def test_ctrl_c_ends_it_with_130_and_a_second_monitor_is_refused(trained, watched, put, capsys):
@@ -575,14 +516,13 @@ def test_ctrl_c_ends_it_with_130_and_a_second_monitor_is_refused(trained, watche
     assert "another monitor writes to" in capsys.readouterr().err
     os.kill(child, signal.SIGINT)
     assert code_of(child) == 130
-    assert monitor(trained, watched, "--once") == 0
-    assert evaluated(watched) == [EPOCHS[0]]
+    assert monitor(trained, watched, "--once") == 0 and evaluated(watched) == [EPOCHS[0]]
 
 
 def test_a_suite_of_its_own_where_none_is_given(trained, watched, put):
     put(EPOCHS[3])
     # What a fit has saved has a `ckpt_path`, here that of another run.
-    saved = yaml.safe_load((trained / "run/version_0/config.yaml").read_text())
+    saved = yaml.safe_load((trained.parent / "config.yaml").read_text())
     (watched / "config.yaml").write_text(yaml.safe_dump(saved | {"ckpt_path": "gone.ckpt"}))
     options = ("--config", watched / "config.yaml", "--trainer.logger=false")
     run("monitor", watched, "--once", "--trainer.accelerator=cpu", "--data.test_size=8", *options)
@@ -603,12 +543,10 @@ def test_a_suite_of_its_own_is_within_the_threat_of_the_training(tmp_path, kind)
     threat = {"norm": "l2", "eps": 0.7}
     own = {"threat": threat, "replays": 2} if kind == "FreeTraining" else {}
     own = own or {"attack": [pgd(threat=threat), pgd()]}
-    net = {"class_path": "tests.tiny.TinyNet"}
-    model = {"class_path": kind, "init_args": {"net": net, **own}}
-    fit(tmp_path, model=model, trainer__max_epochs=1)
-    folder = tmp_path / "run/version_0"
-    run("monitor", folder, "--once", "--trainer.accelerator=cpu", "--data.test_size=8",
-        "--trainer.logger=false")  # fmt: skip
+    model = spec(kind, net=spec("tests.tiny.TinyNet"), **own)
+    folder = fit(tmp_path, model=model, trainer__max_epochs=1).parents[1]
+    options = ("--trainer.accelerator=cpu", "--data.test_size=8", "--trainer.logger=false")
+    run("monitor", folder, "--once", *options)
     threats = [line["threat"]["init_args"] for line in lines(folder) if "threat" in line]
     assert threats and all(of["norm"] == "l2" and of["eps"] == 0.7 for of in threats)
 
@@ -636,11 +574,10 @@ def test_the_report_shows_the_curve(judged):
 
 
 def test_a_part_of_the_defense_is_named_and_a_logger_gets_the_figures(trained, watched, put):
-    for name in EPOCHS[:2]:
-        put(name)
+    put(*EPOCHS[:2])
     part = robust_eval({"member": pgd()}, target="lightning_rob.defenses.first_member")
     (watched / "part.yaml").write_text(yaml.safe_dump(part))
-    logger = {"class_path": "CSVLogger", "init_args": {"save_dir": str(watched), "name": "csv"}}
+    logger = spec("CSVLogger", save_dir=str(watched), name="csv")
     options = ("--suite", watched / "part.yaml", f"--trainer.logger={json.dumps(logger)}")
     assert watch(trained, watched, *options) == 0
     targets = {line["name"]: line["target"] for line in lines(watched) if "name" in line}
@@ -687,8 +624,7 @@ def test_a_logger_that_hangs_takes_a_tenth_of_the_time_and_loses_no_figure(tmp_p
         rows = list(csv.DictReader(file.read_text().splitlines()))
         assert [row["step"] for row in rows] == list("12345678")
     error = capsys.readouterr().err
-    assert error.count("figures could not be logged") == 1
-    assert "hidden" not in error
+    assert error.count("figures could not be logged") == 1 and "hidden" not in error
 
 
 BAD = {
@@ -710,16 +646,12 @@ BAD = {
 
 
 @pytest.mark.parametrize("reason", BAD)
-def test_bad_input_gets_one_line(reason, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_bad_input_gets_one_line(reason, tmp_path, capsys):
     (tmp_path / "file").touch()
-    with pytest.raises(SystemExit) as stop:
-        run("monitor", *BAD[reason])
-    assert stop.value.code == 2
+    assert exit_code("monitor", *BAD[reason]) == 2
     error = capsys.readouterr().err
     (told,) = [line for line in error.splitlines() if "error:" in line]
-    assert reason in told
-    assert "hidden" not in error
+    assert reason in told and "hidden" not in error
 
 
 def test_a_single_file_is_compared_in_the_order_of_deployment(trained, watched, put, capsys):
@@ -729,8 +661,7 @@ def test_a_single_file_is_compared_in_the_order_of_deployment(trained, watched, 
     good = path.read_bytes()
     home = watched / "checkpoints/production_monitor"
     assert watch(trained, path, "--drop=significant") == 0
-    source = trained / "run/version_0/checkpoints" / EPOCHS[3]
-    changed(source, path, swapped, step=2)
+    changed(trained / EPOCHS[3], path, swapped, step=2)
     put(EPOCHS[0])  # it is not looked at
     assert watch(trained, path, "--drop=significant") == 1
     path.write_bytes(good)

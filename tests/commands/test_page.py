@@ -3,7 +3,7 @@
 import http.client
 import socket
 from contextlib import closing
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -45,9 +45,9 @@ def served(tmp_path):
     history.close()
 
 
-def fetched(publisher, path="/"):
+def fetched(publisher, path="/", **headers):
     url = f"http://127.0.0.1:{publisher.server.server_port}{path}"
-    with urlopen(url, timeout=10) as reply:
+    with urlopen(Request(url, headers=headers), timeout=10) as reply:
         return reply.headers, reply.read().decode()
 
 
@@ -59,21 +59,16 @@ def test_it_shows_the_alarm_who_was_notified_the_queue_and_the_figures(served):
     """Names of files are text, and nothing is loaded."""
     headers, html = fetched(served)
     page = Page(html)
-    assert "script" not in page.tags
-    assert all(link.startswith(("#", "data:")) for link in page.loads)
-    assert headers["Refresh"] == "30"
-    assert "default-src 'none'" in headers["Content-Security-Policy"]
+    assert "script" not in page.tags and all(link.startswith(("#", "data:")) for link in page.loads)
+    assert headers["Refresh"] == "30" and "default-src 'none'" in headers["Content-Security-Policy"]
     assert headers["X-Content-Type-Options"] == "nosniff"
     text = text_of(html)
-    assert HOSTILE in text
-    assert f"ALARM since {NEW} 7 checkpoints wait for evaluation" in text
-    assert "Alarm: 2.ckpt: bad" in text
-    assert f"https://a.com {NEW}, https://b.com not yet" in text
+    assert HOSTILE in text and f"ALARM since {NEW} 7 checkpoints wait for evaluation" in text
+    assert "Alarm: 2.ckpt: bad" in text and f"https://a.com {NEW}, https://b.com not yet" in text
     assert "nobody: there was no --notify" in text
     assert "https://b.com has not accepted 3 of the notifications" in text
     assert "25.0% 15.0% … 35.0%" in text
-    assert "days since the last evaluation" in text
-    assert "0 s since the last look" in text
+    assert "days since the last evaluation" in text and "0 s since the last look" in text
 
 
 def requested(publisher, path, method, host):
@@ -125,13 +120,10 @@ def test_several_models_have_a_section_each_and_an_overview(served, tmp_path):
     history = History(tmp_path / "other")
     history.append(*event_of(4))
     served.update("second", Snapshot(newest_group(history, "s"), history, 1, {}))
-    page = Page(fetched(served)[1])
-    text = " ".join(" ".join(page.text).split())
+    page, text = Page(html := fetched(served)[1]), text_of(html)
     history.close()
-    assert "logs/version_0 ALARM 7" in text
-    assert "second no alarm 1" in text
-    assert len(set(page.ids)) == len(page.ids)
-    assert {"#run-0", "#run-1"} <= set(page.loads)
+    assert "logs/version_0 ALARM 7" in text and "second no alarm 1" in text
+    assert len(set(page.ids)) == len(page.ids) and {"#run-0", "#run-1"} <= set(page.loads)
     assert {link[1:] for link in page.loads if link.startswith("#")} <= set(page.ids)
 
 

@@ -2,32 +2,28 @@
 
 import json
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
+from itertools import product
 
 import pytest
 import torch
 
 from lightning_rob.cli import main
 from lightning_rob.commands.report.blocks import NONE, html, markdown
-from lightning_rob.commands.report.runs import (
-    Evaluations,
-    attack_result,
-    find_runs,
-    read_run,
-)
+from lightning_rob.commands.report.runs import Evaluations, attack_result, find_runs, read_run
 from lightning_rob.commands.report.sections import run_section, votes
 from lightning_rob.commands.specs import flat, inner_attacks, other_arguments, short, threat_text
 from lightning_rob.plots import heat_map, save
-from tests.tiny import ROOT, recipe, records, refused, run
+from tests import tiny
+from tests.pieces import python
+from tests.tiny import refused
 
 VOID = {"meta", "link", "img", "br", "line", "hr", "input"}
 OBJECTIVE = "lightning_rob.objectives.expected_ce"
 
 
 def spec(name, **arguments):
-    return {"class_path": f"lightning_rob.{name}", "init_args": arguments}
+    return tiny.spec(f"lightning_rob.{name}", **arguments)
 
 
 def record(kind, name, **fields):
@@ -73,15 +69,11 @@ class Page(HTMLParser):
 def line(name, accuracy, stage="test", epoch=3, threat=LINF, **fields):
     attack = spec("PGD", threat=threat, steps=20, step_size=0.1, objective=OBJECTIVE)
     shared = record("accuracy", name, stage=stage, epoch=epoch, step=9, target="full_defense")
-    shared |= {"seed": 5, "repeats": 1, "versions": {"torch": "2.99.1"}, "n": 400, "seconds": 1.5}
+    shared |= {"seed": 5, "repeats": 1, "versions": {"torch": "2.99.1"}, "n": 400}
     shared |= {"accuracy": accuracy, "interval": [accuracy - 0.031, accuracy + 0.033]}
-    if name in ("clean", "worst"):
-        shared |= {"seconds": 0.0}
-    if name == "worst":
-        shared |= {"choice": "per-image minimum", "over": ["apgd", "arc"]}
-    elif name != "clean":
-        shared |= {"attack": attack, "threat": threat}
-    return shared | fields
+    worst = {"seconds": 0.0, "choice": "per-image minimum", "over": ["apgd", "arc"]}
+    kinds = {"clean": {"seconds": 0.0}, "worst": worst}
+    return shared | kinds.get(name, {"seconds": 1.5, "attack": attack, "threat": threat}) | fields
 
 
 def evaluation(clean, apgd, arc, worst, **fields):
@@ -138,15 +130,13 @@ def test_accuracies_of_the_records_are_in_both_files(whole):
     """The worst is the accuracy to cite."""
     page, text, markdown = made(whole)
     for number in ("86.1%", "61.2%", "55.7%", "53.1%", "50.0% … 56.4%", "34.5%", "43.4%"):
-        assert number in text
-        assert number in markdown
+        assert number in text and number in markdown
     assert ["apgd", "full defense", "61.2%", "58.1% … 64.5%", "400", "1.5", "linf 8/255"] in rows(
         markdown
     )
     worst = ["**worst**", "**full defense**", "**53.1%**", "**50.0% … 56.4%**", "**400**"]
     assert [*worst, "", "**linf 8/255**"] in rows(markdown)
-    assert "torch 2.99.1" in text
-    assert "evaluation seed 5" in text
+    assert "torch 2.99.1" in text and "evaluation seed 5" in text
     card = ["apgd", "full defense", "PGD", "linf", "8/255", "20", "0.1", "objective=expected_ce"]
     assert card in rows(markdown)
     assert "53.1% of 400 test images, in the worst case over apgd and arc" in text
@@ -155,31 +145,41 @@ def test_accuracies_of_the_records_are_in_both_files(whole):
     assert "Caution" not in text
 
 
-def test_few_images_and_a_single_attack_are_warned_of(tmp_path):
-    known = {"n": 33, "plug_in": "callbacks/autoattack.yaml"}
-    lines = [line("clean", 0.9, **known), line("apgd", 0.5, **known)]
-    _, text, markdown = made(folder(tmp_path / "run", lines))
-    assert "only 33 images" in text
-    assert "Add callbacks/autoattack.yaml, the plug-in for its kind of defense" in text
-    assert "rec_suite" not in text
-    assert "apgd is the only attack" in text
-    assert markdown.count("> **Caution:**") == 2
-    assert "50.0% of 33 test images under apgd alone" in text
+FEW = {"n": 33, "plug_in": "callbacks/autoattack.yaml"}
+KNOWN = {"accuracy": 0.345, "interval": [0.3, 0.39], "n": 380, "ball": "linf 8/255"}
+VALUES = (0.9, 0.5, 0.4, 0.3)
+SAID = {  # lines of a run -> what the page says of them
+    "few images, a single attack": (
+        [line("clean", 0.9, **FEW), line("apgd", 0.5, **FEW)],
+        "only 33 images; apgd is the only attack; 50.0% of 33 test images under apgd alone; "
+        "Add callbacks/autoattack.yaml, the plug-in for its kind of defense",
+    ),
+    "an attacker who knows the noise": (
+        [line("clean", 0.9), line("apgd", 0.5), line("worst", 0.5, known_noise=KNOWN)],
+        "34.5% withstand an attacker who knows the noise, within linf 8/255; 380 images",
+    ),
+    "no test, the last validation": (
+        evaluation(*VALUES, stage="val", epoch=7),
+        "Accuracy on the validation images at epoch 7; no test is recorded",
+    ),
+    "numbers that are missing": (
+        [
+            x | {"accuracy": None} if x["name"] in ("apgd", "worst") else x
+            for x in evaluation(*VALUES, stage="val", epoch=0) + evaluation(*VALUES)
+        ],
+        "no number was recorded for apgd and worst",
+    ),
+}
 
 
-def test_an_attacker_who_knows_the_noise_has_a_line(tmp_path):
-    known = {"accuracy": 0.345, "interval": [0.3, 0.39], "n": 380, "ball": "linf 8/255"}
-    lines = [line("clean", 0.9), line("apgd", 0.5), line("worst", 0.5, known_noise=known)]
-    _, text, _ = made(folder(tmp_path / "run", lines))
-    assert "34.5% withstand an attacker who knows the noise, within linf 8/255" in text
-    assert "380 images" in text
-
-
-def test_without_a_test_the_last_validation_is_shown_as_one(tmp_path):
-    lines = evaluation(0.9, 0.5, 0.4, 0.3, stage="val", epoch=7)
-    _, text, _ = made(folder(tmp_path / "run", lines))
-    assert "Accuracy on the validation images at epoch 7" in text
-    assert "no test is recorded" in text
+@pytest.mark.parametrize("case", SAID)
+def test_what_a_reader_should_know_is_said(case, tmp_path):
+    lines, said = SAID[case]
+    _, text, markdown = made(folder(tmp_path / "a/run", lines))
+    assert [part for part in said.split("; ") if part not in text] == []
+    assert "nan" not in (text + markdown).lower()
+    if case.startswith("few"):
+        assert "rec_suite" not in text and markdown.count("> **Caution:**") == 2
 
 
 def test_a_half_written_line_and_foreign_files_do_no_harm(whole):
@@ -202,15 +202,6 @@ def test_a_run_of_fields_of_another_kind_is_named_and_the_others_are_shown(tmp_p
     assert "53.1%" in text
 
 
-def test_nan_is_said_to_be_no_number(tmp_path):
-    known = (0.9, 0.5, 0.4, 0.3)
-    lines = evaluation(*known, stage="val", epoch=0) + evaluation(*known)
-    lines = [x | {"accuracy": None} if x["name"] in ("apgd", "worst") else x for x in lines]
-    _, text, markdown = made(folder(tmp_path / "a/run", lines))
-    assert "no number was recorded for apgd and worst" in text
-    assert "nan" not in (text + markdown).lower()
-
-
 def test_what_was_evaluated_again_counts_once():
     lines = [line("apgd", 0.1 + 0.1 * e, "val", e) for e in range(5)]
     resumed = [line("apgd", 0.75, "val", 2), line("apgd", 0.8, "val", 3)]
@@ -221,14 +212,9 @@ def test_what_was_evaluated_again_counts_once():
 
 
 def test_hostile_names_are_text(tmp_path):
-    lines = [
-        *(
-            line(HOSTILE, 0.5, stage=stage, target=target)
-            for stage in ("val", "test")
-            for target in ("full defense", "<b>_bold_</b>")
-        ),
-        line("worst", 0.5, over=[HOSTILE], threat=spec("Threat", norm="<i>", eps="<i>")),
-    ]
+    places = product(("val", "test"), ("full defense", "<b>_bold_</b>"))
+    lines = [line(HOSTILE, 0.5, stage=stage, target=target) for stage, target in places]
+    lines.append(line("worst", 0.5, over=[HOSTILE], threat=spec("Threat", norm="<i>", eps="<i>")))
     run_folder = folder(tmp_path / "<img src=x onerror=alert(1)>", lines)
     (run_folder / "config.yaml").write_text("model: {class_path: '</pre><script>'}\n# ```\n")
     swept = line(HOSTILE, 0.25, value=1, variable=HOSTILE, target=HOSTILE)
@@ -302,17 +288,15 @@ def test_errors_are_one_line(tmp_path, whole, capsys):
     assert "RUN" in refused(capsys, "report")
 
 
-def test_files_go_to_the_run_or_here(tmp_path, whole, monkeypatch, capsys):
+def test_files_go_to_the_run_or_here(tmp_path, whole, capsys):
     """A folder without records among others is passed over."""
     main(["report", str(whole)])
     assert {whole / "report.html", whole / "report.md"} <= set(whole.iterdir())
     (empty := tmp_path / "empty").mkdir()
-    monkeypatch.chdir(tmp_path)
     main(["report", str(whole), str(empty)])
     assert (tmp_path / "report.html").is_file()
     told = capsys.readouterr()
-    assert "Wrote report.md" in told.out
-    assert f"Nothing is recorded in {empty}" in told.err
+    assert "Wrote report.md" in told.out and f"Nothing is recorded in {empty}" in told.err
 
 
 def test_a_template_of_the_user_overrides_a_block(whole):
@@ -326,18 +310,7 @@ def test_a_template_of_the_user_overrides_a_block(whole):
 def test_no_torch_is_needed(whole):
     code = f"import sys; from lightning_rob.cli import main; main(['report', {str(whole)!r}]); "
     code += "print({'torch', 'lightning'} & set(sys.modules))"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert out.stdout.splitlines()[-1] == "set()"
-
-
-def test_a_real_run(tmp_path):
-    run("fit", "--config", recipe(tmp_path), "--test_after_fit=true")
-    _, text, markdown = made(tmp_path, out=tmp_path / "report.html")
-    assert "BAT on Blobs" in text
-    assert "trained against linf 16/255" in text
-    for found in records(tmp_path):
-        assert f"{found['accuracy']:.1%}" in markdown
-    assert "class_path: tests.tiny.Blobs" in text
+    assert python("-c", code).splitlines()[-1] == "set()"
 
 
 def test_arguments_of_attacks_as_text(tmp_path):
@@ -354,11 +327,9 @@ def test_arguments_of_attacks_as_text(tmp_path):
         expected |= {f"part {i}.method": name, f"part {i}.steps": arguments}
     assert expected.items() <= flat(strongest).items()
     assert other_arguments(strongest) == "margin=0.1235"
-    assert threat_text(LINF) == "linf 8/255"
-    assert threat_text("anything") == threat_text({}) == ""
+    assert threat_text(LINF) == "linf 8/255" and threat_text("anything") == threat_text({}) == ""
     relative = spec("Threat", **L2["init_args"] | {"relative": True})
-    assert threat_text(relative) == "l2 0.5 of the image's norm"
-    assert threat_text(L2) == "l2 0.5"
+    assert threat_text(relative) == "l2 0.5 of the image's norm" and threat_text(L2) == "l2 0.5"
     texts = {8 / 255: "8/255", 0.99999: "0.99999", 0.1234567: "0.1235", 20: "20"}
     texts |= {float("nan"): "nan", None: "None", OBJECTIVE: "expected_ce"}
     assert [short(value) for value in texts] == list(texts.values())
@@ -388,7 +359,7 @@ def test_votes_are_a_table_by_rule_and_no_evaluations(tmp_path):
     shares = ["25.0% (10.0% … 90.0%)", "50.0% (10.0% … 90.0%)"]
     assert rows(text) == [
         ["attack", "ensemble", "members", "dissimilarity", "RD", "MV"],
-        ["---", "---", "--:", "--:", "--:", "--:"],
+        ["---"] * 2 + ["--:"] * 4,
         ["clean", "two", "2", "", *shares],
         ["pgd", "two", "2", "0.300", *shares],
     ]

@@ -38,14 +38,15 @@ def bucket(monkeypatch):
 
 @pytest.fixture
 def put(trained, bucket):
-    """Puts a checkpoint of the fit into the bucket."""
+    """Puts checkpoints of the fit into the bucket."""
 
-    def one(name, under=None):
-        source = trained / "run/version_0/checkpoints" / name
-        bucket.pipe_file(f"{ROOT}/checkpoints/{under or name}", source.read_bytes())
-        time.sleep(1e-3)  # another time of change
+    def some(*names, under=None):
+        for name in names:
+            content = (trained / name).read_bytes()
+            bucket.pipe_file(f"{ROOT}/checkpoints/{under or name}", content)
+            time.sleep(1e-3)  # another time of change
 
-    return one
+    return some
 
 
 def figures(home):
@@ -57,22 +58,16 @@ def compared(home):
     return {e["step"]: [e.get("change"), e.get("drops")] for e in events(home, "evaluated")}
 
 
-def test_a_bucket_gives_the_figures_of_a_folder_and_nothing_is_fetched_twice(
-    trained, bucket, put, tmp_path
-):
+def test_a_bucket_gives_the_figures_of_a_folder(trained, bucket, put, tmp_path):
     local = tmp_path / "local"
-    shutil.copytree(trained / "run/version_0/checkpoints", local / "checkpoints")
-    for name in EPOCHS[2:]:
-        (local / "checkpoints" / name).unlink()
-    for name in (*EPOCHS[:2], "last.ckpt"):
-        put(name)
+    shutil.copytree(trained, local / "checkpoints", ignore=lambda *_: EPOCHS[2:])
+    put(*EPOCHS[:2], "last.ckpt")
     home = tmp_path / "home"
     (tmp_path / "done").touch()
     assert monitor(trained, local, "--once") == 0
     options = ("--until", tmp_path / "done", "--out", home)
     assert monitor(trained, URL, *options) == 0
-    assert figures(home) == figures(local)
-    assert compared(home) == compared(local)
+    assert figures(home) == figures(local) and compared(home) == compared(local)
     assert evaluated(home) == [*EPOCHS[:2], "last.ckpt"]
     assert sorted(n for n in bucket.fetched if n.endswith("t")) == [*EPOCHS[:2], "last.ckpt"]
     assert not (home / "monitor_cache").exists()
@@ -82,9 +77,7 @@ def test_a_bucket_gives_the_figures_of_a_folder_and_nothing_is_fetched_twice(
     assert len(evaluated(home)) == 3
 
 
-def test_a_bucket_that_refuses_is_reported_once_and_read_again(
-    trained, bucket, put, tmp_path, monkeypatch, capsys
-):
+def test_a_bucket_that_refuses_is_read_again(trained, bucket, put, tmp_path, monkeypatch, capsys):
     find, home, refusal = MemoryFileSystem.find, tmp_path / "home", []
 
     def refusing(self, *args, **options):
@@ -115,10 +108,9 @@ def test_a_bucket_that_refuses_is_reported_once_and_read_again(
 
 
 def test_a_single_object_that_is_replaced(trained, bucket, tmp_path):
-    source = trained / "run/version_0/checkpoints" / EPOCHS[3]
-    changed(source, tmp_path / "worse.ckpt", swapped, step=2)
+    changed(trained / EPOCHS[3], tmp_path / "worse.ckpt", swapped, step=2)
     home, url = tmp_path / "home", "memory://bucket/production.ckpt"
-    for path, code in ((source, 0), (tmp_path / "worse.ckpt", 1)):
+    for path, code in ((trained / EPOCHS[3], 0), (tmp_path / "worse.ckpt", 1)):
         bucket.pipe_file("/bucket/production.ckpt", path.read_bytes())
         assert watch(trained, url, "--out", home, "--drop=significant") == code
         time.sleep(1e-3)
@@ -152,9 +144,7 @@ def test_a_damaged_object_is_not_fetched_again(bucket, put, scanned, monkeypatch
     assert list(scanned.found) == [f"checkpoints/{EPOCHS[0]}"]
 
 
-def test_an_object_that_is_replaced_while_it_is_fetched_is_fetched_again(
-    bucket, put, scanned, monkeypatch
-):
+def test_an_object_replaced_during_its_fetch_comes_again(bucket, put, scanned, monkeypatch):
     put(EPOCHS[0], under="last.ckpt")
     get_file = MemoryFileSystem.get_file
 
@@ -171,36 +161,25 @@ def test_an_object_that_is_replaced_while_it_is_fetched_is_fetched_again(
     assert not scanned.source.cache.exists()
 
 
-def refuse(monkeypatch, *names):
-    """Let some objects be listed, but not fetched; return the set of their names."""
-    refused, get_file = set(names), MemoryFileSystem.get_file
+def test_a_refused_object_blocks_no_other(trained, bucket, put, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(folder, "SETTLE", 0.0)
+    home = tmp_path / "home"
+    put(*EPOCHS[:2])
+    refused, get_file = {EPOCHS[1]}, MemoryFileSystem.get_file
 
-    def one(self, path, *args, **options):
+    def refusing(self, path, *args, **options):
         if Path(path).name in refused:
             raise PermissionError("Access Denied")
         return get_file(self, path, *args, **options)
 
-    monkeypatch.setattr(MemoryFileSystem, "get_file", one)
-    return refused
-
-
-def test_an_object_that_cannot_be_fetched_blocks_no_other_and_is_taken_later(
-    trained, bucket, put, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr(folder, "SETTLE", 0.0)
-    home = tmp_path / "home"
-    for name in EPOCHS[:2]:
-        put(name)
-    refused = refuse(monkeypatch, EPOCHS[1])
-    assert watch(trained, URL, "--out", home, "--every=0.01") == 1
-    assert evaluated(home) == EPOCHS[:1]
+    monkeypatch.setattr(MemoryFileSystem, "get_file", refusing)
+    assert watch(trained, URL, "--out", home, "--every=0.01") == 1 and evaluated(home) == EPOCHS[:1]
     (broken,) = events(home, "broken")
     assert f"{EPOCHS[1]} cannot be fetched: PermissionError: Access Denied" in broken["alarm"][0]
     assert watch(trained, URL, "--out", home, "--every=0.01") == 0
     assert len(events(home, "broken")) == 1
     refused.clear()
-    assert watch(trained, URL, "--out", home) == 0
-    assert evaluated(home) == EPOCHS[:2]
+    assert watch(trained, URL, "--out", home) == 0 and evaluated(home) == EPOCHS[:2]
     assert not events(home, "missed")
     refused.update(EPOCHS)
     shutil.rmtree(home / "monitor_scores")
@@ -219,10 +198,9 @@ def test_an_alias_that_moves_is_a_new_checkpoint(trained, tmp_path, monkeypatch)
     client = mlflow.MlflowClient()
     run = client.create_run(client.create_experiment("e")).info.run_id
     client.create_registered_model("net")
-    source = trained / "run/version_0/checkpoints"
-    changed(source / EPOCHS[3], tmp_path / "worse.ckpt", swapped, step=2)
+    changed(trained / EPOCHS[3], tmp_path / "worse.ckpt", swapped, step=2)
     (tmp_path / "model.pth").touch()
-    for path in (source / EPOCHS[3], tmp_path / "worse.ckpt", tmp_path / "model.pth"):
+    for path in (trained / EPOCHS[3], tmp_path / "worse.ckpt", tmp_path / "model.pth"):
         client.log_artifact(run, str(path), f"model/{path.stem}")
         client.create_model_version("net", f"runs:/{run}/model/{path.stem}", run)
     home = tmp_path / "home"
@@ -239,9 +217,7 @@ def test_an_alias_that_moves_is_a_new_checkpoint(trained, tmp_path, monkeypatch)
     assert "model.pth" in broken["alarm"][0]
 
 
-def test_a_file_system_that_cannot_tell_one_object_from_the_next_is_refused(
-    bucket, tmp_path, monkeypatch
-):
+def test_a_file_system_without_stamps_is_refused(bucket, tmp_path, monkeypatch):
     """By its size alone a checkpoint of the same architecture would not be noticed."""
     info = plain = {"size": 9, "type": "file"}
     monkeypatch.setattr(MemoryFileSystem, "find", lambda *_, **__: {f"{ROOT}/a.ckpt": info})

@@ -17,7 +17,8 @@ from lightning_rob.cli.seeds import SeedsConfig
 from lightning_rob.commands.sweep import SweepConfig
 from lightning_rob.runtime import spread
 from tests.forked import forked_child
-from tests.tiny import KEPT, ROOT, exit_code, pgd, recipe, refused, robust_eval, run
+from tests.pieces import ROOT, lines_of, plugged, spec
+from tests.tiny import KEPT, exit_code, pgd, recipe, refused, robust_eval, run
 
 PYTHONPATH = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 VALUES = "--values=0.01,0.02,0.03,0.04"
@@ -36,21 +37,17 @@ class DiesOnce(Callback):
 
 
 def swept(folder, checkpoint, *args):
-    dies = {"class_path": f"{__name__}.DiesOnce", "init_args": {"mark": str(folder / "mark")}}
-    plugged = [robust_eval({"apgd": pgd()}), dies]
-    options = [f"--trainer.callbacks+={json.dumps(one)}" for one in plugged]
+    folder.mkdir()
+    dies = spec(f"{__name__}.DiesOnce", mark=str(folder / "mark"))
+    options = plugged(robust_eval({"apgd": pgd()}), dies)
     args = [VALUES, f"--out={folder / 'out'}", *options, *args, "--allow-import=tests"]
     run("sweep", checkpoint, "--over=eps", *args)
-    lines = (folder / "out/sweep.jsonl").read_text().splitlines()
     kept = ("name", "value", "accuracy", "interval", "n")
-    return sorted([line[key] for key in kept] for line in map(json.loads, lines))
+    return sorted([line[key] for key in kept] for line in lines_of(folder / "out/sweep.jsonl"))
 
 
 def test_a_sweep_by_two_workers_of_which_one_is_killed(trained, tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
     alone = swept(tmp_path / "one", trained)
     monkeypatch.setenv("MAY_DIE", "1")
     monkeypatch.setattr(spread, "run_child", forked_child)
@@ -58,14 +55,12 @@ def test_a_sweep_by_two_workers_of_which_one_is_killed(trained, tmp_path, monkey
     assert swept(tmp_path / "two", trained, "--workers=2") == alone
     out = capfd.readouterr().out
     assert out.count("(recorded)") == 4  # all by the workers: the killed one ran again
-    assert (tmp_path / "two/mark").exists()
-    assert (tmp_path / "two/out/sweep.png").exists()
+    assert (tmp_path / "two/mark").exists() and (tmp_path / "two/out/sweep.png").exists()
 
 
 def test_parts_are_all_of_the_work():
-    parts = [
-        SweepConfig(over="eps", values="1:8:1", part=f"{i}/3").own(range(8)) for i in (1, 2, 3)
-    ]
+    by_part = (SweepConfig(over="eps", values="1:8:1", part=f"{i}/3") for i in (1, 2, 3))
+    parts = [config.own(range(8)) for config in by_part]
     assert parts == [[0, 3, 6], [1, 4, 7], [2, 5]]
     shared = [SweepConfig(over="eps", values="1", **o) for o in ({}, {"workers": 2}, {"ray": 1})]
     assert [config.processes for config in shared] == [0, 2, 1]
@@ -78,7 +73,6 @@ def test_two_seeds_and_their_mean(tmp_path, monkeypatch, capfd):
     """The first in a process of its own; the second here, where nothing has to be imported."""
     ways = [forked_child, lambda command: (exit_code(*command[3:]), "")]
     monkeypatch.setattr(seeds, "run_child", lambda command: ways.pop(0)(command))
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
     recipe(tmp_path, **{"trainer__callbacks+": [KEPT, robust_eval({"apgd": pgd()})]})
     line = ["fit", "--seeds", "0,1", "--config", "recipe.yaml", "--allow-import", "tests"]
@@ -87,11 +81,8 @@ def test_two_seeds_and_their_mean(tmp_path, monkeypatch, capfd):
     rows = {row["name"]: row for row in json.loads(file.read_text())}
     for seed in (0, 1):
         (record,) = file.parent.rglob(f"seed_{seed}/robust.jsonl")
-        records = record.read_text().splitlines()
-        (last,) = (
-            r for r in map(json.loads, records) if r["stage"] == "test" and r["name"] == "apgd"
-        )
-        assert last["accuracy"] == rows["apgd"]["accuracies"][seed]
+        found = [r for r in lines_of(record) if (r["stage"], r["name"]) == ("test", "apgd")]
+        assert [r["accuracy"] for r in found] == [rows["apgd"]["accuracies"][seed]]
     first, second = rows["apgd"]["accuracies"]
     assert rows["apgd"]["mean"] == pytest.approx((first + second) / 2)
     before = sorted(tmp_path.rglob("*.ckpt"))
@@ -151,7 +142,6 @@ def test_a_run_without_a_record_is_not_tested(tmp_path):
 
 def test_a_changed_recipe_is_another_experiment(tmp_path, monkeypatch):
     folders = []
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(seeds, "_trained", lambda folder, *_: folders.append(folder) or True)
     for text in ("a: 1", "a: 2"):
         (tmp_path / "my recipe.yaml").write_text(text)
@@ -162,10 +152,7 @@ def test_a_changed_recipe_is_another_experiment(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_sweep_on_ray(trained, tmp_path, monkeypatch):
     pytest.importorskip("ray")
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
     alone = swept(tmp_path / "one", trained)
     monkeypatch.setenv("MAY_DIE", "1")
     assert swept(tmp_path / "two", trained, "--ray=2") == alone

@@ -9,14 +9,11 @@ from io import StringIO
 
 import pytest
 import torch
-import yaml
 from lightning.pytorch import Callback
 
 from lightning_rob.attacks import ARC, PGD
 from lightning_rob.callbacks.robust_eval import full_defense
-from lightning_rob.cli.lightning_cli import RobustCLI
 from lightning_rob.cli.options import read_command_line
-from lightning_rob.commands.checkpoints import load_weights, read_checkpoint
 from lightning_rob.commands.sweep import SweepConfig, parse_values
 from lightning_rob.commands.sweep.study import changed
 from lightning_rob.defenses import Ensemble, first_member
@@ -25,9 +22,10 @@ from lightning_rob.metrics import robust_accuracy
 from lightning_rob.runtime.files import read_json_lines
 from lightning_rob.runtime.identity import fingerprint
 from lightning_rob.threat import Threat
+from tests.commands.test_monitor import built
 from tests.forked import forked
-from tests.schema import checked
-from tests.tiny import TinyNet, arc, fit, images_of, pgd, robust_eval, run
+from tests.pieces import lines_of, plugged, spec
+from tests.tiny import TinyNet, arc, fit, pgd, refused, robust_eval, run
 
 THREAT = Threat("linf", 16 / 255)
 APGD = PGD(THREAT, 3, 8 / 255, random_start=False)
@@ -38,14 +36,16 @@ ALONE = robust_eval({"alone": PLAIN}, target="lightning_rob.defenses.first_membe
 CALLBACKS = [robust_eval({"apgd": PLAIN, "arc": arc()}), ALONE]
 
 
-class KillAtTest(Callback):
-    """Sends SIGKILL to its own process at the start of the test of this number."""
+class AtTest(Callback):
+    """Kills its process, or fails, at the start of the test of this number."""
 
-    def __init__(self, number: int) -> None:
-        self.left = number
+    def __init__(self, number: int, fails: bool = False) -> None:
+        self.left, self.fails = number, fails
 
     def on_test_start(self, *_) -> None:
         self.left -= 1
+        if not self.left and self.fails:
+            raise LookupError("odd")
         if not self.left:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -57,22 +57,16 @@ def trained(tmp_path_factory):
     return fit(tmp_path_factory.mktemp("trained"), trainer__max_epochs=6, **options)
 
 
-def plugged(callbacks):
-    text = [yaml.safe_dump(c, default_flow_style=True, width=10**6) for c in callbacks]
-    return [f"--trainer.callbacks+={c}" for c in text]
-
-
 def sweep(trained, out, over, values, *args, callbacks=CALLBACKS):
     where = ["--ckpt_path", trained, "--trainer.accelerator=cpu", "--out", out]
-    run("sweep", *where, "--over", over, "--values", values, *plugged(callbacks), *args)
+    run("sweep", *where, "--over", over, "--values", values, *plugged(*callbacks), *args)
     return lines(out)
 
 
 def lines(out):
     studies = out / "sweep_studies.jsonl"
-    for line in studies.read_text().splitlines() if studies.exists() else ():
-        checked(line)
-    return list(map(checked, (out / "sweep.jsonl").read_text().splitlines()))
+    assert not studies.exists() or lines_of(studies)
+    return lines_of(out / "sweep.jsonl")
 
 
 def accuracies(records):
@@ -82,11 +76,7 @@ def accuracies(records):
 @pytest.fixture(scope="module")
 def loaded(trained):
     """The defense and the test images, without the command."""
-    file = str(trained.parents[3] / "recipe.yaml")
-    built = RobustCLI(["--config", file, "--trainer.logger=false"], run=False)
-    load_weights(built.model, read_checkpoint(str(trained)))
-    built.datamodule.setup("test")
-    return built.model.defense.eval(), *images_of(built.datamodule)
+    return built(trained.parents[3] / "recipe.yaml", trained)
 
 
 def by_hand(attack, defense, x, y):
@@ -168,46 +158,41 @@ def test_figures_are_those_of_direct_calls(over, swept, loaded):
 
 
 def test_killed_and_run_again_it_ends_with_the_same_table(trained, swept, tmp_path, capsys):
-    kill = {"class_path": "tests.commands.test_sweep.KillAtTest", "init_args": {"number": 2}}
+    kill = spec("tests.commands.test_sweep.AtTest", number=2)
     where = ["--ckpt_path", trained, "--trainer.accelerator=cpu", "--out", tmp_path]
     where += ["--over", "steps", "--values", CASES["steps"][0]]
-    killed = forked("sweep", *where, *plugged([*CALLBACKS, kill]))
+    killed = forked("sweep", *where, *plugged(*CALLBACKS, kill))
     assert killed.returncode == -signal.SIGKILL
     assert {r["value"] for r in lines(tmp_path)} == {1}
     with (tmp_path / "sweep.jsonl").open("a") as file:
         file.write('{"name": "apgd", "variable": "steps", "val')  # a crash while writing
-    run("sweep", *where, *plugged(CALLBACKS))
+    run("sweep", *where, *plugged(*CALLBACKS))
     shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
     assert ["(recorded)" in line for line in shown] == [True, False]
     _, records, _ = swept("steps")
     assert accuracies(read_json_lines(tmp_path / "sweep.jsonl")) == accuracies(records)
 
 
-def test_other_circumstances_are_measured_anew(trained, tmp_path, capsys):
-    few = {"attacks": {"apgd": PLAIN}, "max_images": 12}
-    for args, options in (
-        ([], {}),
-        (["--data.test_size=20"], {}),
-        (["--model.probs=[0.5, 0.2, 0.3]"], {}),
-        ([], {"seed": 1}),
-        ([], {"attacks": {"apgd": pgd(random_start=False, step_size="4/255")}}),
-    ):
-        sweep(trained, tmp_path, "steps", "1", *args, callbacks=[robust_eval(**few | options)])
-        assert "(recorded)" not in capsys.readouterr().out
-
-
-def test_scores_are_result_files_and_a_renamed_checkpoint_is_the_same(trained, tmp_path, capsys):
-    few = [robust_eval({"apgd": PLAIN}, max_images=12)]
-    records = sweep(trained, tmp_path, "steps", "1", callbacks=few)
-    for record in records:
-        found = read_result_file(tmp_path / record["reuse"]["scores"])
-        assert len(found.index) == 12 and max(found.index) < 33
-        assert found.scores[record["name"]].mean() == pytest.approx(record["accuracy"], abs=1e-6)
-    # Neither the name of a file nor the batch size is a reason to measure again.
-    copy = tmp_path / "renamed.ckpt"
+def test_only_other_circumstances_are_measured_anew(trained, tmp_path, capsys):
+    """Neither the name of a file nor the batch size is a reason; scores are result files."""
+    few, copy = {"attacks": {"apgd": PLAIN}, "max_images": 12}, tmp_path / "renamed.ckpt"
     copy.write_bytes(trained.read_bytes())
-    sweep(copy, tmp_path, "steps", "1", "--data.eval_batch_size=5", callbacks=few)
-    assert "(recorded)" in capsys.readouterr().out
+    for path, args, options in (
+        (trained, [], {}),
+        (copy, ["--data.eval_batch_size=5"], {}),
+        (trained, ["--data.test_size=20"], {}),
+        (trained, ["--model.probs=[0.5, 0.2, 0.3]"], {}),
+        (trained, [], {"seed": 1}),
+        (trained, [], {"attacks": {"apgd": pgd(random_start=False, step_size="4/255")}}),
+    ):
+        suite = [robust_eval(**few | options)]
+        records = sweep(path, tmp_path, "steps", "1", *args, callbacks=suite)
+        assert ("(recorded)" in capsys.readouterr().out) == (path == copy)
+        for record in records:
+            found = read_result_file(tmp_path / record["reuse"]["scores"])
+            assert len(found.index) == 12 and max(found.index) < 33
+            score = found.scores[record["name"]].mean()
+            assert score == pytest.approx(record["accuracy"], abs=1e-6)
 
 
 def test_table_figure_and_the_best_value(swept):
@@ -219,8 +204,7 @@ def test_table_figure_and_the_best_value(swept):
         f"clean there: {100 * found['clean', best]:.1f} %, "
         f"arc there: {100 * found['arc', best]:.1f} %"
     )
-    assert sentence in printed
-    assert "Sweep over probability" in printed
+    assert sentence in printed and "Sweep over probability" in printed
     assert (folder / "sweep.png").stat().st_size > 10_000
     assert (folder / "sweep.md").read_text().count("\n|") >= 4  # heads, line and values
 
@@ -264,22 +248,14 @@ def test_options_without_meaning():
 def test_bad_input_gets_one_line_before_anything_runs(trained, tmp_path, capsys):
     steps, neighbours = (["--over", name, "--values", "1"] for name in ("steps", "neighbours"))
     checkpoint, alone = ["--ckpt_path", trained], [robust_eval({"apgd": PLAIN})]
+    best = "choose --best from clean, apgd, arc, alone, worst, got 'apdg'"
     for args, callbacks, message in (
         ([*checkpoint, "--over=members", "--values=2,4"], CALLBACKS, "members must be 1 … 3"),
-        (
-            [*checkpoint, *steps, "--best", "apdg"],
-            CALLBACKS,
-            "choose --best from clean, apgd, arc, alone, worst, got 'apdg'",
-        ),
+        ([*checkpoint, *steps, "--best=apdg"], CALLBACKS, best),
         ([*checkpoint, *neighbours], [], "add --trainer.callbacks+="),
         ([*checkpoint, *neighbours], alone, "has neighbours to sweep over: add callbacks/arc.yaml"),
         (neighbours, CALLBACKS, "say what to run"),
     ):
-        with pytest.raises(SystemExit) as end:
-            run("sweep", "--out", tmp_path, *args, *plugged(callbacks))
-        assert end.value.code == 2
-        printed = capsys.readouterr()
-        assert "[1/" not in printed.out
-        assert not (tmp_path / "sweep.jsonl").exists()
-        (line,) = [line for line in printed.err.splitlines() if "error:" in line]
+        line = refused(capsys, "sweep", "--out", tmp_path, *args, *plugged(*callbacks))
         assert message in line and len(line) < 400
+        assert not (tmp_path / "sweep.jsonl").exists()

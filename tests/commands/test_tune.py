@@ -11,15 +11,11 @@ import pytest
 import yaml
 
 from lightning_rob.commands.tune.space import Budget, Space, replaced, value_at
-from lightning_rob.commands.tune.study import (
-    Record,
-    Search,
-    Study,
-    read_trials,
-)
+from lightning_rob.commands.tune.study import Record, Search, Study, read_trials
 from lightning_rob.runtime import spread
 from tests.forked import Forked, forked_child
-from tests.tiny import ROOT, arc, pgd, recipe, robust_eval, run
+from tests.pieces import ROOT, lines_of, spec
+from tests.tiny import arc, exit_code, pgd, recipe, refused, robust_eval, run
 
 LR = "model.init_args.optimizer.init_args.lr"
 WIDTH = "model.init_args.net.init_args.width"
@@ -75,8 +71,7 @@ def test_it_starts_at_the_recipes_values_stays_in_bounds_and_whole_numbers_stay_
     assert tried[0] == {"x": 0.5, "y": 2}
     assert made.search.initial == 4
     assert all(-1 <= p["x"] <= 1 and 0 <= p["y"] <= 4 for p in tried)
-    assert len({tuple(p.items()) for p in tried}) == 9
-    assert {type(p["y"]) for p in tried} == {int}
+    assert len({tuple(p.items()) for p in tried}) == 9 and {type(p["y"]) for p in tried} == {int}
     assert made.record.best.values["y"] == 1
 
 
@@ -112,8 +107,7 @@ def test_a_failed_trial_is_recorded_and_counts_as_the_worst(tmp_path):
     made = study(tmp_path, fragile, own={"x": -0.5, "y": 3.5}, trials=14, random=6)
     made.run()
     errors = [trial.error for trial in made.record.ended]
-    assert errors[0] == "the objective is nan"
-    assert "RuntimeError: diverged" in errors
+    assert errors[0] == "the objective is nan" and "RuntimeError: diverged" in errors
     assert made.record.best.objective > 2
     after = [t for t in made.record.ended[7:] if t.values["x"] > 0.3]
     assert len(after) < 7
@@ -132,7 +126,7 @@ def test_all_failing_is_an_error(tmp_path):
     assert len(made.record.ended) == 4
 
 
-def test_rounds_of_parts_are_the_same_search_and_a_part_that_died_is_a_failed_trial(tmp_path):
+def test_rounds_of_parts_are_the_same_search(tmp_path):
     runs = []
 
     def evaluate(number, point):
@@ -201,16 +195,9 @@ def test_it_stops_after_more_than_patience_trials_without_improvement():
     assert budget.is_finished([0.1 * i for i in range(160)])
 
 
-TRANSFORMED = {
-    "model": {
-        "defense": {
-            "size": 3,
-            "transforms": {"Affine": {"alpha": 0.2}, "Salt": {"alpha": 0.2}, "Sobel": {"p": 0.5}},
-        },
-        "lr": 0.1,
-        "list": [{"a": 1}, {"a": 2}],
-    }
-}
+DRAWN = {"Affine": {"alpha": 0.2}, "Salt": {"alpha": 0.2}, "Sobel": {"p": 0.5}}
+MODEL = {"defense": {"size": 3, "transforms": DRAWN}, "lr": 0.1, "list": [{"a": 1}, {"a": 2}]}
+TRANSFORMED = {"model": MODEL}
 KEYS = {name: f"model.defense.transforms.{name}" for name in ("Affine", "Salt", "Sobel")}
 
 
@@ -229,8 +216,7 @@ def test_pruning_drops_transforms_near_zero_and_fits_the_size(prune, left):
     best = dict(zip(space.variables, (0.0, 0.008, 0.4, 0.0), strict=True))
     recipe, dropped = space.pruned(replaced(TRANSFORMED, best), best)
     defense = recipe["model"]["defense"]
-    assert list(defense["transforms"]) == left
-    assert defense["size"] == len(left)
+    assert list(defense["transforms"]) == left and defense["size"] == len(left)
     assert sorted([*dropped, *left]) == ["Affine", "Salt", "Sobel"]
     assert recipe["model"]["lr"] == 0.0
     assert len(TRANSFORMED["model"]["defense"]["transforms"]) == 3
@@ -251,8 +237,7 @@ def test_dotted_keys_reach_into_lists_and_a_wrong_one_is_named():
 
 
 def test_the_shipped_space_fits_its_recipe(capsys):
-    with pytest.raises(SystemExit):
-        run("fit", "--config", "rt_digits", "--print_config")
+    assert exit_code("fit", "--config", "rt_digits", "--print_config") == 0
     whole = yaml.safe_load(capsys.readouterr().out)
     space = Space.read(yaml.safe_load((ROOT / "configs/spaces/tune_digits.yaml").read_text()))
     assert space.contains(space.initial(whole))
@@ -286,18 +271,15 @@ def files(folder, space=SPACE, **overrides):
     return [*given, "--out", folder / "out"]
 
 
-def test_tune_end_to_end(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_tune_end_to_end(tmp_path, capsys):
     run("tune", *files(tmp_path))
     printed, out = capsys.readouterr().out, tmp_path / "out"
     trials = [trial for _, trial in read_trials(out / "trials.jsonl")]
-    assert [t.number for t in trials] == [0, 1]
-    assert trials[0].values == {LR: 0.01, WIDTH: 16}
+    assert [t.number for t in trials] == [0, 1] and trials[0].values == {LR: 0.01, WIDTH: 16}
     assert trials[1].values[WIDTH] in range(2, 9)
     for t in trials:
         score = t.metrics["val/robust/apgd"] + 0.5 * t.metrics["val/acc"]
-        assert t.objective == pytest.approx(score)
-        assert set(t.versions) >= {"torch", "lightning-rob"}
+        assert t.objective == pytest.approx(score) and set(t.versions) >= {"torch", "lightning-rob"}
         trial_recipe = yaml.safe_load((out / f"trials/000{t.number}/config.yaml").read_text())
         assert value_at(trial_recipe, LR) == t.values[LR]
     best = max(trials, key=lambda t: t.objective)
@@ -312,19 +294,18 @@ def test_tune_end_to_end(tmp_path, monkeypatch, capsys):
     assert value_at(final, "trainer.max_epochs") == 4
     assert value_at(final, "trainer.callbacks+.0.class_path").endswith("ModelCheckpoint")
     # The recipe in a trial's folder, run by `fit`, gives the metrics in the record.
-    logger = {"class_path": "CSVLogger", "init_args": {"save_dir": ".", "version": 0}}
+    logger = spec("CSVLogger", save_dir=".", version=0)
     config = ["--config", out / "trials/0001/config.yaml"]
     run("fit", *config, f"--trainer.logger={json.dumps(logger)}")
-    lines = Path("lightning_logs/version_0/robust.jsonl").read_text().splitlines()
-    found = [line for line in map(json.loads, lines) if line["name"] == "apgd"]
+    lines = lines_of(Path("lightning_logs/version_0/robust.jsonl"))
+    found = [line for line in lines if line["name"] == "apgd"]
     assert found[-1]["accuracy"] == pytest.approx(trials[1].metrics["val/robust/apgd"])
 
     before = (out / "trials.jsonl").read_bytes()
     run("tune", *files(tmp_path))
     assert (out / "trials.jsonl").read_bytes() == before
-    with pytest.raises(SystemExit):
-        run("tune", *files(tmp_path), "--data.init_args.test_size=20")
-    assert "of another recipe, space or seed" in capsys.readouterr().err
+    line = refused(capsys, "tune", *files(tmp_path), "--data.init_args.test_size=20")
+    assert "of another recipe, space or seed" in line
     run("tune", *files(tmp_path), "--trials=3")
     assert len([*read_trials(out / "trials.jsonl")]) == 3
 
@@ -345,9 +326,6 @@ def with_(**sections):
 )
 def test_bad_input_is_one_line(space, args, message, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        run("tune", *files(tmp_path, space), *args)
-    assert ended.value.code == 2
+    assert exit_code("tune", *files(tmp_path, space), *args) == 2
     (error,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
     assert message in error
