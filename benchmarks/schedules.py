@@ -106,17 +106,16 @@ def for_ensemble(threat, passes):
 def for_random(threat, passes):
     """Return candidate schedules for a defense that transforms images at random."""
     pgd, apgd = PGD(threat, 1, threat.eps / 10), APGD(threat)
-    smooth = replace(pgd, draws=10, objective=linear, momentum=AGGMO)
+    smooth = replace(pgd, objective=linear, momentum=AGGMO)
     single = {
         "PGD, draws of a prediction": pgd,
         "PGD, 10 draws": replace(pgd, draws=10),
         "PGD, 3 draws": replace(pgd, draws=3),
-        "PGD, linear, 10 draws": replace(smooth, momentum=(0.0,)),
-        "AggMo, linear, 10 draws": smooth,
-        "AggMo, linear, 3 draws": replace(smooth, draws=3),
-        "momentum 0.9, linear, 10 draws": replace(smooth, momentum=(0.9,)),
+        "PGD, linear, 10 draws": replace(smooth, draws=10, momentum=(0.0,)),
+        "momentum 0.9, linear, 10 draws": replace(smooth, draws=10, momentum=(0.9,)),
         "APGD, margin, 10 draws": replace(apgd, objective=expected_margin, draws=10),
     }
+    single |= {f"AggMo, linear, {n} draws": replace(smooth, draws=n) for n in (1, 2, 3, 10)}
     return alone(passes, single)
 
 

@@ -15,11 +15,13 @@ from lightning_rob.attacks.backward import SurrogateTransforms
 from lightning_rob.attacks.base import Attack
 from lightning_rob.attacks.budget import PassCount
 from lightning_rob.attacks.decorators import Budgeted
+from lightning_rob.attacks.execution import restoring
 from lightning_rob.attacks.gmsa import GMSA
 from lightning_rob.attacks.lattice_climber import LatticeClimber
 from lightning_rob.attacks.members import Strongest
 from lightning_rob.attacks.pgd import PGD
-from lightning_rob.attacks.search import AutoResult, Search
+from lightning_rob.attacks.search import NO_GRADIENT, AutoResult, Search
+from lightning_rob.attacks.square import Square
 from lightning_rob.attacks.transform_ensemble import OnDifferentiable
 from lightning_rob.defenses import (
     Defense,
@@ -31,7 +33,7 @@ from lightning_rob.defenses.rejection import unwrapped
 from lightning_rob.objectives import linear, losses_of_rule
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import random_member
-from lightning_rob.runtime.errors import at_least
+from lightning_rob.runtime.errors import NoGradientError, at_least
 from lightning_rob.threat import Threat
 
 # Kinds of defenses as an attacker sees them.
@@ -41,7 +43,7 @@ PER_MODEL = 20  # passes of an image and model in the last round of GMSA
 TARGETS_FROM = 300  # passes of an image and network from which runs towards classes pay
 PARTS_FROM = 40  # passes of an image and network from which two losses may be better than one
 FEWEST_STEPS = 4  # of the climb for one set of members
-DRAWS = 10  # over which a step of EoT averages
+DRAWS = 2  # over which a step of EoT averages; momentum averages over steps
 SEARCH_FROM = 400  # passes of an image and network from which a search pays
 OPENING = 0.25  # share of the passes before a search
 AGGMO = (0.0, 0.9, 0.99, 0.999, 0.9999, 0.99999)  # momenta of Sitawarin et al. (2022)
@@ -107,8 +109,15 @@ class Auto(Attack):
         classes, kind = count.classes, suite_kind(defense)
         passes = max(self.passes - count.asked, 1)
         if kind in ("transformed", "random") or passes < SEARCH_FROM * count.networks:
+            restore = restoring(generator)
             whole = replace(self, passes=passes).schedule(defense, classes)
-            return self._noted(AutoResult(whole.perturb(defense, x, y, generator), whole))
+            try:
+                return self._noted(AutoResult(whole.perturb(defense, x, y, generator), whole))
+            except NoGradientError:
+                restore()
+                square = Budgeted(Square(self.threat), passes)
+                found = AutoResult(square.perturb(defense, x, y, generator), square, (NO_GRADIENT,))
+                return self._noted(found)
 
         def plan(passes: int) -> Attack:
             return replace(self, passes=max(passes, 1)).schedule(defense, classes)
@@ -166,6 +175,8 @@ class Auto(Attack):
         if kind == "random":
             anew = unwrapped(defense).resamples  # else each draw is one prediction's
             draws = DRAWS if anew else ceil(DRAWS / members)
+            if self.threat.p == 1:  # where a run settles on few pixels, and more runs find more
+                return Budgeted(replace(self._apgd(defense), draws=draws), self.passes)
             pgd = self._pgd(defense, self.passes, draws if anew else draws * members)
             smooth = replace(pgd, draws=draws, objective=linear, momentum=AGGMO)
             return Budgeted(smooth, self.passes)

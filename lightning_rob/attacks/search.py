@@ -38,20 +38,23 @@ from lightning_rob.threat import Threat
 IMAGES = 24  # that still stand, on which candidates are compared
 PROBED = 16  # images of which a forward pass is looked at
 DRAWS, MORE_DRAWS = 2, 6  # for each step on a network that draws noise of its own
+AGAIN = 3  # predictions that are compared with the first one, to find noise
 PREDICTIONS = 5  # of such a network, to judge an attack
 SHARES = (0.15, 0.25)  # of the passes, for all candidates and for variants of the best
 OF_RANDOM = (0.05, 0.35, 0.2)  # for the opening, candidates and variants where steps cost more
 LEARNING = 0.02  # share of the passes from which a network learns what lies before a part
 COPIES, NOISE = 6, 0.3  # noisy copies for each step, and their noise as a share of the radius
-DIRECTIONS, MOVE = 4, 0.3  # moves in which slopes are compared with differences; share of eps
+MOVES, LENGTH = 4, 0.3  # in which slopes are compared with differences; their share of the radius
 AGREEING = 0.5  # correlation of both from which a slope is worth following
-REAL = 0.3  # of several networks, the share of the predicted change from which it is
+OF_SEVERAL = (12, 0.6)  # moves and their length where several networks disagree
+REAL = 0.42  # share of the predicted change that is real, from which their slope is
 APART = 0.01  # of the range of logits, by which noise or another batch may change them
 COSTLY = ("queries", "copies", "stand_in")  # of an attack that needs more passes than others
 STUCK = 0.8  # share of the images left from which attacks are tried that cost more
 MOST_PARTS = 2  # of a network, before which a surrogate takes the place of what is there
 TARGETS = 9
 LOCAL = 0.5  # of the passes for the winners, for a search without slopes from their images
+NO_GRADIENT = "no gradient leads to the images"
 WINDOW = 0.2  # share of the image in its first windows
 
 
@@ -156,7 +159,7 @@ class Search:
                 raise
             restore()  # for what is found runs without this attack
             attacks, opening = [], 2 * self.networks
-            self.findings.append("no gradient leads to the images")
+            self.findings.append(NO_GRADIENT)
             views += [view for view in self.entries if view not in views]
             self.blocked = True
         right = best.right if attacks else self._right(x, everyone)
@@ -293,7 +296,8 @@ class Search:
         """Find out whether equal noise gives equal logits, and whether another batch does."""
         logits, half = self._logits(x), positions(x)[: len(x) // 2]
         # Noise that hardly moves the logits would only keep a deterministic search away.
-        change = float((self._logits(x) - logits).abs().max())
+        # A network that draws one of two parts for a batch often draws the same again.
+        change = max(float((self._logits(x) - logits).abs().max()) for _ in range(AGAIN))
         # Of the range over classes: what all logits have in common decides nothing.
         least = APART * float((logits.amax(-1) - logits.amin(-1)).max())
         self.random = change > least
@@ -353,7 +357,8 @@ class Search:
         """Return whether slopes of the margin say little of its changes within the ball."""
         x, y, seen = self.x[rows], self.y[rows], SeenThrough(self.defense, view)
         low, high = self.threat.bounds
-        self.spent += (3 + DIRECTIONS) * self.networks
+        moves, length = (MOVES, LENGTH) if self.networks == 1 else OF_SEVERAL
+        self.spent += (3 + moves) * self.networks
         expected, real, noise = [], [], self._noise()
         with restricted_to(self.defense, rows):
             with own_streams(self.seed, x.device), torch.no_grad():
@@ -362,8 +367,8 @@ class Search:
             margin = ObjectiveGradient(lambda z, weights, y: linear(z / scale, weights, y))
             with own_streams(self.seed, x.device):
                 at = margin(seen, x, y, self._noise())
-            for _ in range(DIRECTIONS):
-                step = MOVE * (self.threat.start(x, noise) - x)
+            for _ in range(moves):
+                step = length * (self.threat.start(x, noise) - x)
                 moved = (x + step).clamp(low, high)
                 with own_streams(self.seed, x.device), torch.no_grad():
                     real.append(margin.value(seen, moved, y, self._noise()) - at.value)

@@ -21,6 +21,7 @@ from lightning_rob.defenses import Defense, Mixture, Single
 from lightning_rob.defenses.copies import changes, fresh, keep_changes, original, working_copy
 from lightning_rob.evaluation.check_batch import CheckBatch
 from lightning_rob.evaluation.findings import many, mean
+from lightning_rob.evaluation.worst import TIMES
 from lightning_rob.objectives import expected_margin
 from lightning_rob.randomness import derive_seed, own_streams, uniform
 from lightning_rob.runtime.errors import NoGradientError
@@ -59,12 +60,18 @@ def is_constant(batch: CheckBatch) -> Tensor:
 
 def uses_noise(batch: CheckBatch) -> Tensor:
     """Return the images [B] whose logits depend on the noise."""
-    return _differ(batch.logits_of(batch.x, "again"), batch.logits) & ~batch.nonfinite
+    return _differs(batch, *(f"again {i}" for i in range(1, TIMES)))
 
 
 def is_nondeterministic(batch: CheckBatch) -> Tensor:
     """Return the images [B] whose logits differ with the same noise."""
-    return _differ(batch.logits_of(batch.x), batch.logits) & ~batch.nonfinite
+    return _differs(batch, *([""] * (TIMES - 1)))
+
+
+def _differs(batch: CheckBatch, *noises: str) -> Tensor:
+    """Return the images [B] whose logits differ from the first ones, in any prediction."""
+    found = [_differ(batch.logits_of(batch.x, noise), batch.logits) for noise in noises]
+    return torch.stack(found).any(0) & ~batch.nonfinite
 
 
 def _differ(a: Tensor, b: Tensor, rounding: float = ROUNDING) -> Tensor:

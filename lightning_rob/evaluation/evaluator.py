@@ -45,7 +45,6 @@ from lightning_rob.rules import mean_probs, rejected_share
 from lightning_rob.runtime.errors import at_least
 from lightning_rob.runtime.precision import float32_precision, in_float32
 from lightning_rob.tables import CLEAN
-from lightning_rob.threat import Threat
 
 # Columns, and what is logged beside the accuracies.
 RESERVED = (
@@ -113,7 +112,7 @@ def check_names(attacks: Mapping[str, Attack]) -> None:
         if not isinstance(attack, Attack):
             raise TypeError(f"attack {name!r} must be such as PGD(…), got {attack!r}")
         if attack.threat.p == math.inf:
-            check_ball(name, attack.threat, 1)
+            check_ball(name, attack, 1)
     if not attacks:
         raise ValueError("attacks must name at least one attack, got an empty dict")
     if joined := [name for name in attacks if "+" in name or "/" in name]:
@@ -127,9 +126,11 @@ def check_names(attacks: Mapping[str, Attack]) -> None:
         raise ValueError(f"no attack can be called {name!r}: that column has another meaning")
 
 
-def check_ball(name: str, threat: Threat, values: int) -> None:
+def check_ball(name: str, attack: Attack, values: int) -> None:
     """Raise ValueError for a ball that holds every image; `values` is their number in one."""
-    low, high = threat.bounds
+    threat, (low, high) = attack.threat, attack.threat.bounds
+    if any(part.smallest_norm for part in walk(attack)):
+        return  # it stays as near as it can
     if not threat.relative and threat.eps > (high - low) * values ** (1 / threat.p):
         # The usual slip: 8 in place of 8/255.
         ball, eps = f"{threat.norm} {threat.eps:g}", f"{threat.eps:g}/255"
@@ -209,7 +210,7 @@ class Evaluator:
         """
         check_images(x, self.bounds)
         for name, attack in self.attacks.items():
-            check_ball(name, attack.threat, x[:1].numel())
+            check_ball(name, attack, x[:1].numel())
         # A network may write into its input, and then all scores are of other images.
         given, settings = x.clone(), self.settings
         # A defense may be random on some images only, so that each group is looked at.

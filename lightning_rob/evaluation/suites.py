@@ -25,7 +25,6 @@ from lightning_rob.attacks import (
 from lightning_rob.attacks.apgd import SHORT
 from lightning_rob.attacks.auto import (
     AGGMO,
-    DRAWS,
     SuiteKind,
     attack_gradients,
     check_threat,
@@ -43,6 +42,7 @@ from lightning_rob.rules import mean_logits, random_member
 from lightning_rob.runtime.errors import nearest
 from lightning_rob.threat import Threat
 
+DRAWS = 10  # over which a step of EoT averages
 DISSIMILARITY = 0.3  # the bound on PAA of Liao et al. (2020)
 PLUG_INS: dict[SuiteKind, str] = {
     "single": "callbacks/autoattack.yaml",

@@ -21,6 +21,7 @@ from lightning_rob.randomness import Streams, derive_seed, own_streams
 WORST = "worst"
 COMMON = "those that all attacks have"
 PRIOR = 4  # predictions of an image that an attack's mean over all images counts for
+TIMES = 4  # predictions of the same images, which are compared to find randomness
 ROUNDING = 1e-5  # relative to the largest logit: what a deterministic network's logits may differ
 
 
@@ -115,13 +116,15 @@ def _by_halves(parts: list[Tensor], joint: bool) -> tuple[Tensor, str]:
 
 
 def is_random(defense: Defense, x: Tensor, index: Tensor) -> bool:
-    """Return whether a defense predicts at random: two predictions differ by more than rounding.
+    """Return whether a defense predicts at random: predictions differ by more than rounding.
 
-    They are made in eval mode, with different noise, which is keyed by the images' indices [B].
+    They are made in eval mode, with different noise, which is keyed by the images' indices [B]. A
+    network that draws one of two parts for a whole batch often draws the same twice.
     """
     seed = derive_seed(*index.tolist())
     with own_streams(seed, x.device), evaluating(defense) as copied, torch.no_grad():
-        first, second = (copied.logits(x, Streams.from_index(index, key)) for key in (0, 1))
+        first, *others = (copied.logits(x, Streams.from_index(index, k)) for k in range(TIMES))
     largest = float(first.abs().nan_to_num(0.0, 0.0, 0.0).amax()) if first.numel() else 0.0
-    same = torch.isclose(first, second, rtol=0.0, atol=ROUNDING * (1 + largest), equal_nan=True)
-    return not bool(same.all())
+    room = ROUNDING * (1 + largest)
+    same = [torch.isclose(first, o, rtol=0.0, atol=room, equal_nan=True).all() for o in others]
+    return not all(map(bool, same))

@@ -604,7 +604,7 @@ BAD_INPUT = {
     "column": (STEPS, X, Y[:, None], r"4 images need labels \[4\], got \[4, 1\]"),
     "one label": (STEPS, X, Y[0], r"4 images need labels \[4\], got \[\]"),
     "twice": (STEPS, X, Y.repeat(2), r"4 images need labels \[4\], got \[8\]"),
-    "norm": (PGD(Threat(3, 0.1), 2, 0.1), X, Y, "for linf, l2 and l1, not for norm 3"),
+    "norm": (PGD(Threat(3, 0.1), 2, 0.1), X, Y, "for linf, l2 and l1, not for norm l3"),
 }
 
 
@@ -630,7 +630,7 @@ def test_counts_lengths_and_norms_are_checked_as_an_attack_is_built(attack, kind
             replace(attack, **{name: -1})
     own = APGD | ARC | AutoAttack | CW | DDN | DeepFool | FAB | LatticeClimber | PDGD | Square
     if isinstance(attack, own):
-        with pytest.raises(ValueError, match=f"{type(attack).__name__} is for .*l2.*, not 3"):
+        with pytest.raises(ValueError, match=f"{type(attack).__name__} is for .*l2.*, not l3"):
             replace(attack, threat=Threat(3))
 
 

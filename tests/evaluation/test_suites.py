@@ -16,7 +16,7 @@ from lightning_rob.attacks import (
     OnDifferentiable,
     TransferFromStatic,
 )
-from lightning_rob.attacks.auto import Auto, suite_kind
+from lightning_rob.attacks.auto import AGGMO, Auto, suite_kind
 from lightning_rob.attacks.contexts import evaluating
 from lightning_rob.data import Digits5k
 from lightning_rob.defenses import (
@@ -35,10 +35,18 @@ from lightning_rob.evaluation.suites import (
 )
 from lightning_rob.nets import SmallCNN
 from lightning_rob.objectives import linear
-from lightning_rob.rules import VOTING_RULES, abstaining, mean_logits, mean_probs, random_member
+from lightning_rob.rules import (
+    VOTING_RULES,
+    abstaining,
+    majority,
+    mean_logits,
+    mean_probs,
+    random_member,
+)
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import GaussianNoise, HorizontalFlip, UniformNoise
 from tests.attacks.common import images, right, streams, trained_net
+from tests.audit.planted import Through
 from tests.counting import Counting, Shared
 from tests.tiny import ROOT, TinyNet
 
@@ -182,6 +190,32 @@ def test_auto_on_many_networks():
         )
     ]
     assert passes == [5000, 10000, 1000]  # the search needs 400 for each network
+
+
+@pytest.mark.parametrize("norm", ["linf", "l1"])
+def test_auto_spends_passes_on_steps_where_images_are_transformed(norm):
+    """Ten draws for each step, and PGD in l1, leave more at the same passes."""
+    net, (x, y) = trained_net(1), images(60, seed=9)
+    defense = RandomTransforms(net, [GaussianNoise(0.15), UniformNoise()], 2, 1)
+    threat = Threat(norm, 0.12 if norm == "linf" else 2.0)
+    pgd = PGD(threat, 1, threat.eps / 10, linear, 10, momentum=AGGMO)
+    left = [
+        mean_right(defense, attack(defense, x, y, streams(x)), y)
+        for attack in (Auto(threat, 200), Budgeted(pgd, 200))
+    ]
+    assert left[0] < left[1] - 0.03
+
+
+def test_auto_without_a_gradient_and_a_search():
+    x, y = images(20, seed=4)
+    net = Through(trained_net(1), before=torch.no_grad()(lambda x: 1 * x))
+    for defense in (
+        RandomTransforms(net, [GaussianNoise(0.05)], 1, 2),
+        Ensemble([net] * 3, rule=majority),
+    ):
+        found = Auto(THREAT, 600).find(defense, x, y, streams(x))
+        assert found.findings == ("no gradient leads to the images",)
+        assert right(defense, found.x_adv, y).mean() < right(defense, x, y).mean() - 0.04
 
 
 def test_auto_leaves_the_rounds_to_the_evaluation():
