@@ -51,6 +51,8 @@ def shorten_jsonargparse_error(message: str) -> str:
     here = absent and any(Path(absent[1] + ending).exists() for ending in (".py", "/__init__.py"))
     if here and "PYTHONPATH" not in text:
         text += ": it is in this folder, so set PYTHONPATH=."
+    text = re.sub(r"Expected a typing.Literal\[(.*?)\]", r"expected one of \1", text)
+    text = re.sub(r"the following arguments are required: (model|data)$", r"give --\1 CLASS", text)
     text = re.sub(r'Parser key "object(\.\w+)*": ', "", text)  # of `build`, not of a command
     missing = " must name a class: its name, or class_path and init_args"
     return text + (missing if text.endswith(":") else "")

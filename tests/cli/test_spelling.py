@@ -50,6 +50,8 @@ NESTED = [  # deeper classes and arguments, which jsonargparse refuses
     (["fit", "--config=athena_digits", "--model.rule=majority"], "lightning_rob.rules.majority"),
     ([*DEMO, "--model.attack.objective=linear"], "lightning_rob.objectives.linear"),
     ([*DEMO, "--model.attack.help=PDG"], "nothing here is called 'PDG', did you mean PDGD or PGD?"),
+    (["export", ZOO, "--format=onnx"], "expected one of 'pt2', 'safetensors'. Got value: onnx"),
+    (["fit", "--model=PretrainedEnsemble", "--model.nets=ResNet20"], "give --data CLASS"),
     ([*DEMO, "--trainer.callbacks+=gone/pgd.yaml"], "there is no file gone/pgd.yaml; write pgd"),
 ]
 RUN_ALL = """

@@ -318,5 +318,6 @@ def read_published(path: Path) -> tuple[Protocol, list[Submission]]:
 
 def _content(path: Path) -> Any:
     if not path.is_file():
-        raise InputError(f"there is no {path}: see lightning-rob leaderboard --help")
+        advice = "give the folder of a leaderboard, or --beside a published leaderboard.json"
+        raise InputError(f"there is no {path}: {advice}")
     return load_file(path, "a leaderboard's file")
