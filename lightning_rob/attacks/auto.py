@@ -23,11 +23,7 @@ from lightning_rob.attacks.pgd import PGD
 from lightning_rob.attacks.search import NO_GRADIENT, AutoResult, Search
 from lightning_rob.attacks.square import Square
 from lightning_rob.attacks.transform_ensemble import OnDifferentiable
-from lightning_rob.defenses import (
-    Defense,
-    is_transform_ensemble,
-    random_transforms_in,
-)
+from lightning_rob.defenses import Defense, is_transform_ensemble, random_transforms_in
 from lightning_rob.defenses.per_image import per_image_layers
 from lightning_rob.defenses.rejection import unwrapped
 from lightning_rob.objectives import linear, losses_of_rule

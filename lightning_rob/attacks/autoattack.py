@@ -26,10 +26,7 @@ from lightning_rob.runtime.errors import at_least
 from lightning_rob.runtime.memory import images_at_once
 from lightning_rob.threat import Threat
 
-STAGES = {
-    "standard": ("apgd-ce", "apgd-t", "fab-t", "square"),
-    "rand": ("apgd-ce", "apgd-dlr"),
-}
+STAGES = {"standard": ("apgd-ce", "apgd-t", "fab-t", "square"), "rand": ("apgd-ce", "apgd-dlr")}
 CLASSES = {"apgd-ce": 2, "apgd-dlr": 3, "apgd-t": 4, "fab-t": 2, "square": 2}  # needed
 TARGETS = 9  # wrong classes attacked in turn
 Version = Literal["standard", "rand", "custom"]

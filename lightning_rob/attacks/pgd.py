@@ -14,13 +14,7 @@ from lightning_rob.attacks.budget import PassCount
 from lightning_rob.attacks.gradient import ObjectiveGradient
 from lightning_rob.attacks.optimizers import AggMo, AttackOptimizer
 from lightning_rob.defenses import Defense
-from lightning_rob.objectives import (
-    Loss,
-    expected_ce,
-    linear,
-    losses_of_rule,
-    reduction_of,
-)
+from lightning_rob.objectives import Loss, expected_ce, linear, losses_of_rule, reduction_of
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import Rule, random_member
 from lightning_rob.runtime.errors import at_least

@@ -13,13 +13,7 @@ from typing import Any
 
 from lightning_rob.cli.lightning_cli import USER_ERRORS, Parser, RobustCLI, build
 from lightning_rob.cli.load import load
-from lightning_rob.cli.options import (
-    CONFIG,
-    CommandLine,
-    allows,
-    option_types,
-    read_command_line,
-)
+from lightning_rob.cli.options import CONFIG, CommandLine, allows, option_types, read_command_line
 from lightning_rob.commands.base import Run, quiet_lightning
 from lightning_rob.commands.bpda import find_transforms
 from lightning_rob.commands.checkpoints import load_weights

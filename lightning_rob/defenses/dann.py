@@ -66,11 +66,7 @@ class DANN(Retraining):
     """
 
     def __init__(
-        self,
-        net: nn.Module,
-        source: SourceData | None = None,
-        scale: float = 0.1,
-        **options: Any,
+        self, net: nn.Module, source: SourceData | None = None, scale: float = 0.1, **options: Any
     ) -> None:
         check_parts(net)
         super().__init__(net, source, **options)

@@ -31,12 +31,7 @@ class DANN(RobustModule):
 
     defense: Single
 
-    def __init__(
-        self,
-        net: Callable[[], nn.Module],
-        scale: float = 0.1,
-        **options: Any,
-    ) -> None:
+    def __init__(self, net: Callable[[], nn.Module], scale: float = 0.1, **options: Any) -> None:
         super().__init__(**options)
         if scale < 0:
             raise ValueError(f"scale must not be negative, got {scale}")

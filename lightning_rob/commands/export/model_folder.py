@@ -14,14 +14,7 @@ from torch import Tensor
 from lightning_rob.callbacks.loggers import run_folder
 from lightning_rob.commands.base import Run
 from lightning_rob.commands.checkpoints import RECIPE, SAVED, read_checkpoint
-from lightning_rob.commands.report.blocks import (
-    WHOLE,
-    Block,
-    Heading,
-    Paragraph,
-    markdown,
-    table,
-)
+from lightning_rob.commands.report.blocks import WHOLE, Block, Heading, Paragraph, markdown, table
 from lightning_rob.commands.report.runs import AttackResult, Evaluations, attack_result, records_in
 from lightning_rob.commands.report.sections import accuracy_table, attack_table, evaluation, threats
 from lightning_rob.commands.specs import class_name, short

@@ -200,12 +200,7 @@ class Submission:
             self.reasons.append(f"severe findings {where}: {', '.join(severe)}")
 
     def _attack_again(
-        self,
-        defense: Defense,
-        protocol: Protocol,
-        threat: Threat,
-        batches: Batches,
-        images: int,
+        self, defense: Defense, protocol: Protocol, threat: Threat, batches: Batches, images: int
     ) -> None:
         own = self.scores["norms"][str(threat.norm)]
         index = torch.tensor(own["index"])

@@ -158,11 +158,7 @@ def recorded(folder: Path) -> dict[str, Row]:
 
 
 def swept(
-    points: Sequence[Point],
-    config: SweepConfig,
-    run: Run,
-    others: Sequence[Callback],
-    folder: Path,
+    points: Sequence[Point], config: SweepConfig, run: Run, others: Sequence[Callback], folder: Path
 ) -> tuple[dict[Value, Row], list[str]]:
     """Return each value's results by name, and why values failed; print each one's accuracies."""
     table, failures, known = dict[Value, Row](), list[str](), recorded(folder)
