@@ -26,7 +26,7 @@ from lightning_rob.attacks.transform_ensemble import OnDifferentiable
 from lightning_rob.defenses import Defense, is_transform_ensemble, random_transforms_in
 from lightning_rob.defenses.per_image import per_image_layers
 from lightning_rob.defenses.rejection import unwrapped
-from lightning_rob.objectives import linear, losses_of_rule
+from lightning_rob.objectives import losses_of_rule
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import random_member
 from lightning_rob.runtime.errors import NoGradientError, at_least
@@ -174,7 +174,9 @@ class Auto(Attack):
             if self.threat.p == 1:  # where a run settles on few pixels, and more runs find more
                 return Budgeted(replace(self._apgd(defense), draws=draws), self.passes)
             pgd = self._pgd(defense, self.passes, draws if anew else draws * members)
-            smooth = replace(pgd, draws=draws, objective=linear, momentum=AGGMO)
+            # Not the linear loss: of unequal draws the mean logits follow the most confident.
+            margin = losses_of_rule(defense.rule)[1]
+            smooth = replace(pgd, draws=draws, objective=margin, momentum=AGGMO)
             return Budgeted(smooth, self.passes)
         parts = self._shares(kind, defense, classes)
         views: list[Callable[[Attack], Attack]] = [lambda attack: attack] * len(parts)

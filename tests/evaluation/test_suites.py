@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import yaml
+from torch import nn
 
 from lightning_rob import evaluate, load, objectives
 from lightning_rob.attacks import (
@@ -21,6 +22,7 @@ from lightning_rob.attacks.contexts import evaluating
 from lightning_rob.data import Digits5k
 from lightning_rob.defenses import (
     DENT,
+    Defense,
     Ensemble,
     RandomTransforms,
     Single,
@@ -35,6 +37,7 @@ from lightning_rob.evaluation.suites import (
 )
 from lightning_rob.nets import SmallCNN
 from lightning_rob.objectives import linear
+from lightning_rob.randomness import uniform
 from lightning_rob.rules import (
     VOTING_RULES,
     abstaining,
@@ -328,3 +331,30 @@ def test_an_evaluation_says_that_it_lacks_the_attack_for_its_kind():
     ]
     adapting = attacks_by_name("auto", DENT(SmallCNN(4, 3, 4)), THREAT)["auto"]
     assert isinstance(adapting, GMSA)
+
+
+class Drawing(Defense):
+    """A prediction is the majority of five draws of a network; the first one is loud."""
+
+    def __init__(self):
+        super().__init__(torch.full((5,), 0.2), majority)
+        self.nets = nn.ModuleList(trained_net(seed) for seed in (1, 2, 3))
+
+    @property
+    def foldable_networks(self):
+        return list(self.nets)
+
+    def logits(self, x, generator=None):
+        every = torch.stack([self.nets[0](x) * 30, *(net(x) for net in self.nets[1:])])
+        drawn = [(3 * uniform(x, generator=generator)).long() for _ in self.weights]
+        return torch.stack([every[one, torch.arange(len(x))] for one in drawn])
+
+
+def test_auto_follows_all_draws_where_one_is_loud():
+    defense, threat, (x, y) = Drawing(), Threat("linf", 0.1), images(60, seed=9)
+    pgd = PGD(threat, 1, threat.eps / 10, linear, 1, momentum=AGGMO)
+    left = [
+        mean_right(defense, attack(defense, x, y, streams(x)), y)
+        for attack in (Auto(threat, 500), Budgeted(pgd, 500))
+    ]
+    assert left[0] < left[1] - 0.03
