@@ -99,6 +99,8 @@ def unfit(attacks: Mapping[str, Attack], defense: Defense) -> list[Finding]:
         return []
     text = f"None of these attacks is made for {KINDS[kind]}: {MADE_FOR[kind]} may leave less."
     plug_in = f"--trainer.callbacks+={Path(plug_in_for(defense)).stem}"
+    if kind == "random" and not random_transforms_in(defense):
+        plug_in = "`lightning-rob attack`"  # EoT, the plug-in, is on the expected loss
     advice = f'Attack by evaluate(net, "auto", …) or {plug_in} too.'
     return [Finding("note", text, advice, name="adaptive")]
 
