@@ -5,6 +5,7 @@
 A table stands between <!-- NAME --> and <!-- end -->; its leaderboard is the folder NAME.
 """
 
+import argparse
 import re
 import shutil
 from pathlib import Path
@@ -14,6 +15,8 @@ PAGE = HERE.parents[1] / "docs/leaderboard.md"
 
 
 def main():
+    argparse.ArgumentParser(description=__doc__).parse_args()
+
     def tables(mark):
         name = mark[1]
         if not (HERE / name / "leaderboard.md").exists():  # it was made on another machine
