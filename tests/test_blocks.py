@@ -49,7 +49,13 @@ RECIPES = {  # page -> recipe of `last.ckpt` and `logs/version_0`, where it is n
     "random_transforms.md": "normal_patches",
 }
 CHECKPOINTS = (  # files that the pages name, with folders of other machines below the current one
-    *("last.ckpt", "bucket/models/production.ckpt", "models/production.ckpt", "models/resnet.ckpt"),
+    *(
+        "last.ckpt",
+        "digits.ckpt",
+        "bucket/models/production.ckpt",
+        "models/production.ckpt",
+        "models/resnet.ckpt",
+    ),
     "logs/ensembles/iat_digits/seed0/version_0/checkpoints/last.ckpt",
 )
 WEIGHTS = {  # file that a page loads -> network of RobustBench
@@ -225,6 +231,8 @@ class Page:
         if named := re.match(r"# (\S+\.yaml)", code):
             self.file = Path(named[1])
             self.file.write_text(code)
+            return
+        if isinstance(content, list):  # steps of a workflow, not a recipe
             return
         if "attacks" in content:
             callback = {"class_path": "RobustEval", "init_args": content}
