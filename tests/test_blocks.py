@@ -38,7 +38,7 @@ PAGES = {path.name: path for path in [ROOT / "README.md", *sorted((ROOT / "docs"
 BLOCK = re.compile(r"^```(.*)\n((?:.*\n)*?)```$", re.M)
 QUICK = {"README.md", "alternatives.md"}  # the pages that take seconds
 # These clone, install, serve, or run all tests: not here.
-ELSEWHERE = {"git", "model_signing", "pip", "pytest", "python3", "source", "tensorboard"}
+ELSEWHERE = {"git", "model_signing", "pip", "pytest", "python3", "sbatch", "source", "tensorboard"}
 LAUNCHERS = ("srun", "torchrun")  # start the command, here with one process
 MODULES = {"mlflow", "ray"}  # need a server; ray runs in tests/test_torchrun.py
 EXTRAS = ("adv_lib", "foolbox", "torchattacks")  # run where they are installed
@@ -184,7 +184,7 @@ class Page:
             code: the block.
             first: the command of the block, if it starts the first run in `logs`.
         """
-        if first == "fit" or not re.search(r"logs|ckpt|bucket|models.yaml", code):
+        if (first == "fit" and " last.ckpt" not in code) or not re.search(r"logs|ckpt|bucket|models.yaml", code):
             return
         if self.recipe not in self.runs:
             self.command("fit", "--config", self.recipe, "--test_after_fit=true")
