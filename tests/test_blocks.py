@@ -184,7 +184,9 @@ class Page:
             code: the block.
             first: the command of the block, if it starts the first run in `logs`.
         """
-        if (first == "fit" and " last.ckpt" not in code) or not re.search(r"logs|ckpt|bucket|models.yaml", code):
+        if (first == "fit" and " last.ckpt" not in code) or not re.search(
+            r"logs|ckpt|bucket|models.yaml", code
+        ):
             return
         if self.recipe not in self.runs:
             self.command("fit", "--config", self.recipe, "--test_after_fit=true")
