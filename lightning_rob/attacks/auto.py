@@ -20,7 +20,7 @@ from lightning_rob.attacks.gmsa import GMSA
 from lightning_rob.attacks.lattice_climber import LatticeClimber
 from lightning_rob.attacks.members import Strongest
 from lightning_rob.attacks.pgd import PGD
-from lightning_rob.attacks.search import NO_GRADIENT, AutoResult, Search
+from lightning_rob.attacks.search import DRAWS, NO_GRADIENT, AutoResult, Search, lacks_gradient
 from lightning_rob.attacks.square import Square
 from lightning_rob.attacks.transform_ensemble import OnDifferentiable
 from lightning_rob.defenses import Defense, is_transform_ensemble, random_transforms_in
@@ -29,7 +29,7 @@ from lightning_rob.defenses.rejection import unwrapped
 from lightning_rob.objectives import losses_of_rule
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import random_member
-from lightning_rob.runtime.errors import NoGradientError, at_least
+from lightning_rob.runtime.errors import at_least
 from lightning_rob.threat import Threat
 
 # Kinds of defenses as an attacker sees them.
@@ -39,7 +39,6 @@ PER_MODEL = 20  # passes of an image and model in the last round of GMSA
 TARGETS_FROM = 300  # passes of an image and network from which runs towards classes pay
 PARTS_FROM = 40  # passes of an image and network from which two losses may be better than one
 FEWEST_STEPS = 4  # of the climb for one set of members
-DRAWS = 2  # over which a step of EoT averages; momentum averages over steps
 SEARCH_FROM = 400  # passes of an image and network from which a search pays
 OPENING = 0.25  # share of the passes before a search
 AGGMO = (0.0, 0.9, 0.99, 0.999, 0.9999, 0.99999)  # momenta of Sitawarin et al. (2022)
@@ -109,7 +108,9 @@ class Auto(Attack):
             whole = replace(self, passes=passes).schedule(defense, classes)
             try:
                 return self._noted(AutoResult(whole.perturb(defense, x, y, generator), whole))
-            except NoGradientError:
+            except RuntimeError as error:
+                if not lacks_gradient(error):
+                    raise
                 restore()
                 square = Budgeted(Square(self.threat), passes)
                 found = AutoResult(square.perturb(defense, x, y, generator), square, (NO_GRADIENT,))
@@ -169,6 +170,7 @@ class Auto(Attack):
             pgd = self._pgd(defense, each, rounds * members)
             return GMSA(Budgeted(replace(pgd, keep_best=True), each), rounds=rounds)
         if kind == "random":
+            # Few draws a step, for momentum averages over the steps.
             anew = unwrapped(defense).resamples  # else each draw is one prediction's
             draws = DRAWS if anew else ceil(DRAWS / members)
             if self.threat.p == 1:  # where a run settles on few pixels, and more runs find more

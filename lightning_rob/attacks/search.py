@@ -100,6 +100,11 @@ class Judged:
         return float(self.right.mean())
 
 
+def lacks_gradient(error: RuntimeError) -> bool:
+    """Return whether an attack failed for want of a gradient, or of an operation's derivative."""
+    return isinstance(error, NoGradientError) or "derivative" in str(error)
+
+
 class Search:
     """Successive halving over surrogate gradients and objectives, on images that still stand.
 
@@ -155,7 +160,7 @@ class Search:
             else:
                 best.improve(first, 0, self.defense, x, self.y, self.generator)
         except RuntimeError as error:  # a surrogate may have a gradient
-            if not (isinstance(error, NoGradientError) or "derivative" in str(error)):
+            if not lacks_gradient(error):
                 raise
             restore()  # for what is found runs without this attack
             attacks, opening = [], 2 * self.networks
@@ -258,6 +263,9 @@ class Search:
                 # Step sizes that follow a noisy objective shrink too soon; momentum averages draws.
                 step = PGD(self.threat, 1, self.threat.eps, self.margin, DRAWS)
                 margin = replace(step, momentum=(0.9,))
+            if self.random and self.threat.p == 1:  # where PGD is weak, with noise too
+                runs = APGD(self.threat, objective=self.cross_entropy, draws=DRAWS)
+                margin = replace(runs, early_stop=False)
             base = SurrogateGradient(margin, draws_anew=self.random, together=self.together)
             met, _ = self._observed(base, x)
             for _ in range(2):  # behind what is cut off there may be more
@@ -387,7 +395,7 @@ class Search:
 
     def _within(self, attack: Any, passes: int) -> Budgeted:
         """Return the attack within some passes, with steps of PGD that lead across the ball."""
-        if hasattr(attack, "slopes") and self.random:
+        if hasattr(attack, "slopes") and self.random and self.threat.p != 1:
             steps = max(passes // (2 * attack.attack.draws * self.networks), 1)
             attack = _changed(attack, step_size=2.5 * self.threat.eps / steps)
         return Budgeted(attack, max(passes, 1))

@@ -70,7 +70,7 @@ MADE_FOR: dict[SuiteKind, str] = {
 }
 
 WORDS: dict[str, Callable[[Defense, Threat], Attack]] = {  # of `evaluate`, for any defense
-    "auto": lambda defense, threat: _auto(defense, Auto(threat, usual_passes(defense, threat))),
+    "auto": lambda defense, threat: _auto(defense, threat),
     "autoattack": lambda defense, threat: AutoAttack(threat),
 }
 
@@ -120,7 +120,8 @@ def attacks_by_name(name: str, defense: Defense, threat: Threat) -> dict[str, At
     return suite if name == "suite" else {name: suite[name]}
 
 
-def _auto(defense: Defense, auto: Auto) -> Attack:
+def _auto(defense: Defense, threat: Threat) -> Attack:
+    auto = Auto(threat, usual_passes(defense, threat))
     return auto.schedule(defense) if defense.transductive else auto
 
 
