@@ -360,7 +360,11 @@ def test_noise_of_a_network_in_l1():
     kinds = {type(part) for part in walk(found.attack)}
     assert APGD in kinds and PGD not in kinds
     apgd = Budgeted(APGD(threat, draws=2, early_stop=False), PASSES)
-    assert right(Single(net), found.x_adv, y).mean() <= left_by(apgd, net, x, y) + 0.1
+
+    def left(x_adv):  # of many predictions, as one draw moves a share of 24 images by a tenth
+        return right(Single(net), x_adv.repeat(30, 1, 1, 1), y.repeat(30)).mean()
+
+    assert left(found.x_adv) <= left(apgd(Single(net), x, y, seeded())) + 0.1
 
 
 def test_a_front_in_inference_mode_is_passed_by():
