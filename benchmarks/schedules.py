@@ -12,6 +12,7 @@ import argparse
 import time
 from dataclasses import replace
 from fnmatch import fnmatch
+from functools import partial
 
 import torch
 
@@ -139,18 +140,22 @@ def for_transformed(threat, passes):
 def for_transductive(threat, passes):
     """Return candidate schedules for a defense that adapts; the first does not rehearse."""
     pgd = PGD(threat, 1, threat.eps / 10, keep_best=True)
-    return {
-        "PGD on the static network": TransferFromStatic(Budgeted(pgd, passes)),
-        "APGD on the static network": TransferFromStatic(
-            Budgeted(APGD(threat, objective=expected_margin, early_stop=False), passes)
-        ),
-    } | {
-        f"GMSA, {rounds} rounds{name}": GMSA(
-            Budgeted(replace(pgd, objective=objective), passes // rounds), rounds=rounds
-        )
-        for rounds in (1, 2, 3, 5)
-        for name, objective in {"": pgd.objective, ", margin": expected_margin}.items()
+    apgd = APGD(threat, early_stop=False)
+    margin = replace(apgd, objective=expected_margin)
+    inner = {"PGD": pgd, "APGD": apgd, "APGD, margin": margin}
+    static = {
+        f"{name} on the static network": TransferFromStatic(Budgeted(attack, passes))
+        for name, attack in inner.items()
     }
+    return static | {
+        f"GMSA of {name}, {rounds} rounds": GMSA(Budgeted(attack, passes // rounds), rounds=rounds)
+        for rounds in (1, 2, 3, 5)
+        for name, attack in inner.items()
+    }
+
+
+def entropy(nets, threat):
+    return DENT(nets[0], 10, partial(torch.optim.Adam, lr=0.01), diversity=0)
 
 
 def noisy(nets, threat):
@@ -173,6 +178,7 @@ KINDS = {  # name -> networks, defense, candidates
     "transformed": (3, transformed, for_transformed),
     "quantized": (3, quantized, for_transformed),
     "transductive": (1, lambda nets, threat: DENT(nets[0]), for_transductive),
+    "entropy": (1, entropy, for_transductive),
 }
 
 

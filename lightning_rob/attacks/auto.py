@@ -14,7 +14,7 @@ from lightning_rob.attacks.arc import ARC
 from lightning_rob.attacks.backward import SurrogateTransforms
 from lightning_rob.attacks.base import Attack
 from lightning_rob.attacks.budget import PassCount
-from lightning_rob.attacks.decorators import Budgeted
+from lightning_rob.attacks.decorators import Budgeted, WithBackward
 from lightning_rob.attacks.execution import restoring
 from lightning_rob.attacks.gmsa import GMSA
 from lightning_rob.attacks.lattice_climber import LatticeClimber
@@ -167,8 +167,10 @@ class Auto(Attack):
             # Each round attacks one model more: passes grow with the square of the rounds.
             rounds = min(max(isqrt(self.passes // (PER_MODEL * members)), 1), ROUNDS)
             each = max(self.passes // rounds, 1)
-            pgd = self._pgd(defense, each, rounds * members)
-            return GMSA(Budgeted(replace(pgd, keep_best=True), each), rounds=rounds)
+            # Confident errors outlast an adaptation: no image stops at its first error.
+            inner: Attack = Budgeted(APGD(self.threat, early_stop=False), each)
+            backward = attack_gradients(defense)
+            return GMSA(WithBackward(inner, backward) if backward else inner, rounds=rounds)
         if kind == "random":
             # Few draws a step, for momentum averages over the steps.
             anew = unwrapped(defense).resamples  # else each draw is one prediction's

@@ -193,7 +193,7 @@ def suite_for(
         own: dict[str, Attack] = {
             "noise": RandomStart(threat),
             "transfer": TransferFromStatic(pgd),
-            "gmsa_avg": GMSA(pgd, rounds=5),
+            "gmsa_avg": GMSA(APGD(threat, 2 * steps, early_stop=False), rounds=5),
             "unbounded": GMSA(_unbounded(pgd), rounds=2),
         }
         if not defense.may_reject:
