@@ -16,6 +16,7 @@ from functools import partial
 
 import torch
 
+from lightning_rob import load
 from lightning_rob.attacks import (
     APGD,
     ARC,
@@ -241,14 +242,22 @@ def main():
     parser.add_argument(
         "--only", nargs="+", default=["*"], help="names of schedules, with wildcards"
     )
+    parser.add_argument("--eps", type=float, help="another radius")
+    parser.add_argument("--load", help="attack this network, such as zoo:digits_standard")
     options = parser.parse_args()
     for name in options.data:
         kind, channels, threat = DATA[name]
+        threat = replace(threat, eps=options.eps or threat.eps)
         x, y = arrays(kind, True, options.train, options.seed)
         seeds = range(options.seed, options.seed + max(KINDS[of][0] for of in options.kinds))
-        nets = [
-            trained(options.width, channels, threat, x, y, options.epochs, seed) for seed in seeds
-        ]
+        nets = (
+            [load(options.load).net]
+            if options.load
+            else [
+                trained(options.width, channels, threat, x, y, options.epochs, seed)
+                for seed in seeds
+            ]
+        )
         x, y = arrays(kind, False, options.images, options.seed)
         for of in options.kinds:
             _, build, candidates = KINDS[of]
