@@ -37,10 +37,10 @@ class GMSA(Attack):
         inner: the attack on the collected models; in the paper a PGD that keeps its best iterate.
         rounds: T + 1, the number of rehearsals on attacked images.
         memory: attack all models collected in earlier rounds; False attacks the last.
-        second: the attack in every second round, in place of `inner`. The mean of the losses fools
-            some defenses and the least loss others: both together come near the better one.
         from_clean: rehearse on the clean images first, and return those if all others are worse:
             one more adaptation. The algorithms choose among attacked images only.
+        second: the attack in every second round, in place of `inner`. The mean of the losses fools
+            some defenses and the least loss others: both together come near the better one.
     """
 
     batch_dependent: ClassVar[bool] = True
