@@ -167,7 +167,7 @@ class Auto(Attack):
             # Each round attacks one model more: passes grow with the square of the rounds.
             rounds = min(max(isqrt(self.passes // (PER_MODEL * members)), 1), ROUNDS)
             each = max(self.passes // rounds, 1)
-            backward = attack_gradients(defense)
+            backward = attack_gradients(defense.adapted_model)
 
             def inner(objective: Objective) -> Attack:
                 # Confident errors outlast an adaptation: no image stops at its first error.
