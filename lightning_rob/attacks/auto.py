@@ -26,7 +26,7 @@ from lightning_rob.attacks.transform_ensemble import OnDifferentiable
 from lightning_rob.defenses import Defense, is_transform_ensemble, random_transforms_in
 from lightning_rob.defenses.per_image import per_image_layers
 from lightning_rob.defenses.rejection import unwrapped
-from lightning_rob.objectives import Objective, expected_ce, losses_of_rule, worst_ce
+from lightning_rob.objectives import losses_of_rule
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import random_member
 from lightning_rob.runtime.errors import at_least
@@ -167,15 +167,10 @@ class Auto(Attack):
             # Each round attacks one model more: passes grow with the square of the rounds.
             rounds = min(max(isqrt(self.passes // (PER_MODEL * members)), 1), ROUNDS)
             each = max(self.passes // rounds, 1)
+            # Confident errors outlast an adaptation: no image stops at its first error.
+            inner: Attack = Budgeted(APGD(self.threat, early_stop=False), each)
             backward = attack_gradients(defense.adapted_model)
-
-            def inner(objective: Objective) -> Attack:
-                # Confident errors outlast an adaptation: no image stops at its first error.
-                apgd = APGD(self.threat, objective=objective, early_stop=False)
-                budgeted = Budgeted(apgd, each)
-                return WithBackward(budgeted, backward) if backward else budgeted
-
-            return GMSA(inner(expected_ce), rounds, second=inner(worst_ce))
+            return GMSA(WithBackward(inner, backward) if backward else inner, rounds=rounds)
         if kind == "random":
             # Few draws a step, for momentum averages over the steps.
             anew = unwrapped(defense).resamples  # else each draw is one prediction's

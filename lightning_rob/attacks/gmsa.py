@@ -39,8 +39,6 @@ class GMSA(Attack):
         memory: attack all models collected in earlier rounds; False attacks the last.
         from_clean: rehearse on the clean images first, and return those if all others are worse:
             one more adaptation. The algorithms choose among attacked images only.
-        second: the attack in every second round, in place of `inner`. The mean of the losses fools
-            some defenses and the least loss others: both together come near the better one.
     """
 
     batch_dependent: ClassVar[bool] = True
@@ -51,14 +49,9 @@ class GMSA(Attack):
     rounds: int = 10
     memory: bool = True
     from_clean: bool = True
-    second: Attack | None = None
 
     def __post_init__(self) -> None:
         at_least(1, rounds=self.rounds)
-        if self.second and self.second.threat != self.threat:
-            raise ValueError(
-                f"both attacks of GMSA need one threat, got {self.threat} and {self.second.threat}"
-            )
 
     @property
     def threat(self) -> Threat:  # type: ignore[override]
@@ -75,13 +68,12 @@ class GMSA(Attack):
                 return {"steps": part.steps * len(attacked)}
             return {}
 
-        for turn in range(self.rounds):
+        for _ in range(self.rounds):
             # An error of 1 cannot grow; on clean images it may be luck, and the attack goes on.
             if best_score[0] == 1 and x_best is not x:
                 break
             attacked = models if self.memory else models[-1:]
-            inner = self.second if self.second and turn % 2 else self.inner
-            x_adv = map_attacks(inner, grown)(Mixture(attacked), x, y, generator)
+            x_adv = map_attacks(self.inner, grown)(Mixture(attacked), x, y, generator)
             model, score = self._rehearse(defense, x_adv, y, generator)
             if score > best_score or (score == best_score and x_best is x):
                 x_best, best_score = x_adv, score

@@ -157,15 +157,6 @@ def test_all_models_met_so_far_are_attacked_and_fpa_attacks_the_last():
     assert attacked_nets == [[model] for model in models[:4]]
 
 
-def test_two_attacks_take_turns_on_the_models_of_both():
-    second = Spy(attacked_nets=[])
-    _, attacked_nets, _, models = play([8, 7, 6, 8], second=second)
-    assert attacked_nets == [models[:1], models[:3]]
-    assert second.attacked_nets == [models[:2], models[:4]]
-    with pytest.raises(ValueError, match="both attacks of GMSA need one threat"):
-        GMSA(PLAIN, second=Spy(Threat("linf", 0.2)))
-
-
 @pytest.mark.parametrize(
     ("rights", "clean", "chosen"),
     [
