@@ -139,7 +139,7 @@ def for_transformed(threat, passes):
 
 
 def for_transductive(threat, passes):
-    """Return candidate schedules for a defense that adapts; the first does not rehearse."""
+    """Return candidate schedules for a defense that adapts; the first three do not rehearse."""
     pgd = PGD(threat, 1, threat.eps / 10, keep_best=True)
     apgd = APGD(threat, early_stop=False)
     margin = replace(apgd, objective=expected_margin)
