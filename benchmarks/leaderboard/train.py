@@ -1,7 +1,7 @@
 """Train the defenses of the leaderboard at equal cost, each with several seeds; resumable.
 
     export OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1
-    python benchmarks/leaderboard/train.py digits --seeds 0 1 2          # or photographs
+    python benchmarks/leaderboard/train.py digits --seeds 0 1 2          # or photographs, cifar10
     lightning-rob leaderboard benchmarks/leaderboard/digits --evaluate
 
 Each training goes into a folder of its own, with submission.yaml and last.ckpt; one that is there
@@ -23,7 +23,8 @@ from lightning_rob.cli.main import main as run_cli
 from lightning_rob.recipes.shipped import find_recipe
 
 HERE = Path(__file__).parent
-IMAGES = 3800  # of each training set
+IMAGES = 3800  # of digits and of photographs, for training
+CIFAR_IMAGES = 8000
 HELD_OUT = 200  # others that no defense sees
 WIDE = "--model.net.init_args.width=16"
 STAGES = {
@@ -108,11 +109,23 @@ PHOTOGRAPHS = {
     "Smoothing": ("Cohen et al. 2019", "smoothing_digits", 75, ["--model.defense.sigma=0.12"]),
     "DENT": ("Wang et al. 2021", "dent_digits", 12, pgd(5, 0.3)),
 }  # fmt: skip
-BOARDS = {  # name -> defenses, options of all
-    "digits": (DIGITS, []),
-    "photographs": (PHOTOGRAPHS, [
+CIFAR = {  # the same on ResNet-20, which takes half an hour for each on one core
+    name: (paper, recipes, epochs, [option for option in options if option != WIDE])
+    for name, (paper, recipes, epochs, options) in PHOTOGRAPHS.items()
+    if name not in ("MART", "Free", "BARRE of 2", "GAL of 3", "TRS of 3")
+}
+BOARDS = {  # name -> defenses, training images, options of all
+    "digits": (DIGITS, IMAGES, []),
+    "photographs": (PHOTOGRAPHS, IMAGES, [
         "--data=Patches10", "--data.batch_size=128", "--data.eval_batch_size=100",
         f"--data.train_size={IMAGES}", "--data.test_size=400", "--model.net.init_args.channels=3"]),
+    "cifar10": (CIFAR, CIFAR_IMAGES, [
+        "--data=Images", "--data.root=cifar10", "--data.resize=32", "--data.crop=32",
+        "--data.batch_size=128", "--data.eval_batch_size=100", f"--data.limit_train={CIFAR_IMAGES}",
+        "--data.augment+=torchvision.transforms.v2.RandomCrop",
+        "--data.augment.init_args.size=32", "--data.augment.init_args.padding=4",
+        "--data.augment+=torchvision.transforms.v2.RandomHorizontalFlip",
+        "--model.net=ResNet20", "--model.optimizer.init_args.lr=0.003"]),
 }  # fmt: skip
 
 
@@ -121,7 +134,7 @@ class Passes:
 
     def __init__(self):
         self.count = 0
-        for kind in (nets.SmallCNN, nets.MNISTNet, nets.AthenaCNN, nets.DANNNet):
+        for kind in (nets.SmallCNN, nets.MNISTNet, nets.AthenaCNN, nets.DANNNet, nets.ResNet):
             self.watch(kind)
 
     def watch(self, kind):
@@ -141,7 +154,7 @@ class Passes:
         self.count += len(gradient)
 
 
-def train(folder, common, name, seed, paper, recipes, epochs, options, passes):
+def train(folder, images, common, name, seed, paper, recipes, epochs, options, passes):
     draft = folder.with_name(f".{folder.name}")
     shutil.rmtree(draft, ignore_errors=True)
     stages = STAGES.get(name, 1)
@@ -158,7 +171,7 @@ def train(folder, common, name, seed, paper, recipes, epochs, options, passes):
     passes.count = 0
     run_cli(["fit", *args])
     (checkpoint,) = draft.rglob("last.ckpt")
-    cost = round(passes.count / IMAGES, 1)
+    cost = round(passes.count / images, 1)
     about = {"name": name, "paper": paper, "seed": seed, "training": cost}
     shutil.copy(checkpoint, draft / "last.ckpt")  # of several stages it is a link
     shutil.rmtree(draft / "checkpoints", ignore_errors=True)
@@ -173,14 +186,14 @@ def main():
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--only", nargs="+", choices=list(DIGITS), help="these")
     options = parser.parse_args()
-    defenses, common = BOARDS[options.board]
+    defenses, images, common = BOARDS[options.board]
     passes = Passes()
     for seed in options.seeds:
         for name in options.only or defenses:
             short = name.lower().replace(" ", "_").replace(",", "")
             folder = HERE / options.board / f"{short}_{seed}"
             if not folder.exists():
-                train(folder, common, name, seed, *defenses[name], passes)
+                train(folder, images, common, name, seed, *defenses[name], passes)
 
 
 if __name__ == "__main__":
