@@ -146,8 +146,8 @@ def mean_logits(logits: Tensor, weights: Tensor) -> Tensor:
     return _votes(expectation(weights, logits))
 
 
-# The rules in tables of votes; those of Liao et al. (2020) have the names of the paper. With one
-# draw each predicts its largest logit, which `top2_majority_as_released` does not where two tie.
+# The rules in tables of votes; those of Liao et al. (2020) have the names of the paper. Without
+# `top2_majority_as_released`, which predicts the second largest logit of a single draw.
 VOTING_RULES: dict[str, Rule] = {
     "RD": random_member,
     "MV": majority,

@@ -103,14 +103,14 @@ class Attack(Counted, ABC):
     batch_dependent: ClassVar[bool] = False  # whether an image's result depends on other images
     knowledge: ClassVar[str] = "all of the defense but its private randomness"
     lengths: ClassVar[tuple[str, ...]] = ()  # the fields that are lengths in the threat's norm
-    made_for: ClassVar[tuple[str, ...]] = ()  # kinds of defenses whose adaptive attack this is
+    made_for: ClassVar[tuple[str, ...]] = ()  # kinds (`SuiteKind` of auto.py) that it adapts to
     rehearses: ClassVar[bool] = False  # whether it lets the defense adapt to the whole batch
     smallest_norm: ClassVar[bool] = False  # whether it searches the nearest image that fools
     takes_radii: ClassVar[bool] = False  # whether the threat may be a `ThreatPerImage`
     ignores_state: ClassVar[bool] = False  # whether it sees nothing of a defense's adapted state
     splits_rounds: ClassVar[bool] = False  # whether it has several turns in a round
     splits_batches: ClassVar[bool] = False  # whether it chooses itself how many images at a time
-    stops_on_gradient_logits: ClassVar[bool] = False  # whether these decide which are fooled
+    stops_on_gradient_logits: ClassVar[bool] = False  # whether logits of gradient passes decide
 
     def __call__(
         self, defense: Defense, x: Tensor, y: Tensor, generator: Generator = None

@@ -100,10 +100,10 @@ class PAA(Attack):
     The candidates are the members that can be undone or have a gradient. In each round every
     remaining candidate is attacked at the iterate in its own space, as by `TAA`, and the iterate
     moves by the aggregate of the perturbations found. Candidates that the iterate fools before this
-    move are left out of all later rounds. An image is returned as it is before the move that would
-    leave the bound on its dissimilarity ||x_adv - x||_2 / ||x||_2, or that would follow an iterate
-    that fools all candidates: one that all misclassify as it is stays as it is. An image also stops
-    after ten rounds in a row without progress, for attacks may take turns at undoing each other.
+    move are left out of all later rounds. An image stops before a move that would leave the bound
+    on its dissimilarity ||x_adv - x||_2 / ||x||_2, when its iterate fools all candidates (one that
+    all misclassify from the start stays unchanged), and after ten rounds in a row without progress,
+    for attacks may take turns at undoing each other.
 
     Args:
         inner: the attack on each candidate, around the iterate: its eps is that of one round. If
@@ -239,7 +239,7 @@ class Iterates(ActiveBatch):
         """Continue from these iterates, against these candidates [b, N]."""
         distance = threat.distance(x_adv, self.x)
         fooled_more = (remaining != self.remaining).any(1)
-        # an attack that takes turns at undoing another one does neither
+        # attacks that undo each other in turn neither move it further nor fool more candidates
         progress = (distance > self.max_distance + min_progress) | fooled_more
         self.max_distance = torch.maximum(self.max_distance, distance)
         self.stalled = torch.where(progress, 0, self.stalled + 1)
@@ -264,8 +264,8 @@ def attackable(ensemble: TransformEnsemble) -> list[int]:
     found = [i for i, kind in enumerate(kinds) if kind.reversible or kind.differentiable]
     if not found:
         raise TypeError(
-            f"none of {', '.join(ensemble.names)} can be undone or has a gradient: attack an "
-            "ensemble of other members, and let this one answer (SurrogateTransforms)"
+            f"none of {', '.join(ensemble.names)} can be undone or has a gradient: attack this "
+            "ensemble with Square, or with OnDifferentiable(PGD(…), straight_through=True)"
         )
     return found
 

@@ -19,7 +19,7 @@ HANDED_OVER = ".temp.ckpt"  # by Lightning, from a process that it has spawned: 
 
 
 class SafeCheckpointIO(TorchCheckpointIO):
-    """Writes checkpoints atomically, and reads weights only."""
+    """Writes checkpoints atomically, and reads them by `weights_only=True`."""
 
     def __init__(self) -> None:
         self.loaded: dict[str, Any] | None = None  # epoch and step of the last one
@@ -34,8 +34,8 @@ class SafeCheckpointIO(TorchCheckpointIO):
             key = next((k for k, value in content.items() if not _is_plain(value)), "?")
             raise InputError(
                 f"nothing could read the checkpoint {path}: its {key!r} holds a {objects[0]}, "
-                "which loading weights only refuses; let on_save_checkpoint and state_dict return "
-                "tensors, numbers, texts, lists and dicts"
+                "which torch.load(weights_only=True) refuses; let on_save_checkpoint "
+                "and state_dict return tensors, numbers, texts, lists and dicts"
             )
         if "://" in str(path) or storage_options is not None:
             super().save_checkpoint(content, path, storage_options)
@@ -65,7 +65,7 @@ def _without_objects(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value can be saved, and read where weights only are loaded."""
+    """Whether a value can be saved, and read by `weights_only=True`."""
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
@@ -75,6 +75,6 @@ def _is_plain(value: Any) -> bool:
 
 
 def _objects_in(buffer: io.BytesIO) -> list[str]:
-    """Return the classes and functions in a saved file that loading weights only refuses."""
+    """Return the classes and functions in a saved file that `weights_only=True` refuses."""
     buffer.seek(0)
     return sorted(get_unsafe_globals_in_checkpoint(buffer))

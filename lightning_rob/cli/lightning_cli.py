@@ -107,7 +107,7 @@ class SaveRecipe(SaveConfigCallback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        checkpoint[RECIPE] = self.recipe  # as text: a checkpoint loads with weights only
+        checkpoint[RECIPE] = self.recipe  # as text: a checkpoint loads by weights_only=True
 
 
 class RobustCLI(LightningCLI):

@@ -40,7 +40,8 @@ from lightning_rob.objectives import linear
 from lightning_rob.randomness import Streams, derive_seed, own_streams
 from lightning_rob.rules import rejected_share
 
-PASSED, TELLING = 0.95, 0.1  # rates of the attack, and of random search
+# An attack passes from this rate; a test says little where random search has more than that.
+PASSED, TELLING = 0.95, 0.1
 SHARE = 0.95  # radius of the inner points, in units of eps
 CLOSE, HALFWAY = 0.95, 0.5  # places of the threshold; halfway where confidence decides rejection
 # Of few features the planted image stands out only among many points.
@@ -155,7 +156,7 @@ def power(
 
 
 def counted(found: Tensor) -> Tensor:
-    """Count images [N, 2] or [N, 4] of `found_by`: rows tested, left out, found, found by luck.
+    """Sum images [N, 2] or [N, 4] of `found_by`: tested, left out, found, found by random search.
 
     Returns:
         [1, 4], or with the inverted test [2, 4].

@@ -69,7 +69,7 @@ MADE_FOR: dict[SuiteKind, str] = {
     "transductive": "GMSA",
 }
 
-WORDS: dict[str, Callable[[Defense, Threat], Attack]] = {  # of `evaluate`, for any defense
+WORDS: dict[str, Callable[[Defense, Threat], Attack]] = {  # beside "pgd", "suite" and its parts
     "auto": lambda defense, threat: _auto(defense, threat),
     "autoattack": lambda defense, threat: AutoAttack(threat),
 }

@@ -59,7 +59,8 @@ def worst_case(
         tables: of each evaluation the indices [N], rising, and the scores [N, A, R] of A columns,
             in R inferences or private draws. Clean images are a column beside the attacks, for an
             attacker may leave an image as it is.
-        random: whether predictions vary, so that a minimum of their scores would be too low.
+        random: whether predictions vary, so that a minimum of their scores would be too low; an
+            evaluation finds out on the first images of each group and on attacked images.
         joint: whether predictions depend on the whole batch (transductive defenses).
 
     Returns:

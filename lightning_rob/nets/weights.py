@@ -117,8 +117,9 @@ def read_file(path: str | os.PathLike[str]) -> Any:
         if refused is None:
             raise ValueError(f"{path} is not a PyTorch checkpoint, or is cut short") from None
         raise ValueError(
-            f"{path} holds a {refused[1]}, which loading weights only refuses: save the state dict"
-            " alone, or if you trust the file allow it with torch.serialization.add_safe_globals"
+            f"{path} holds a {refused[1]}, which torch.load(weights_only=True) refuses: save the "
+            "state dict alone, or if you trust the file allow it with "
+            "torch.serialization.add_safe_globals"
         ) from None
     if not zipfile.is_zipfile(path):
         text = f"{path} was written without a digest: damage would not be seen"

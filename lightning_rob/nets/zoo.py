@@ -142,7 +142,7 @@ class ZooNet(nn.Module):
         weights: None for random weights; a checkpoint's path, recognised by its suffix (x.pt,
             x.ckpt, x.safetensors); or their name in the zoo: DEFAULT, IMAGENET1K_V1 (torchvision),
             a1_in1k (timm). Of a hub the file's name in the repository; None is model.safetensors,
-            and a pickle is read, as weights only, if it is named.
+            and a pickle is read, by `weights_only=True`, if it is named.
         mean: [C] of images in [0, 1]; None: those of the weights or of timm, else ImageNet's.
     """
 

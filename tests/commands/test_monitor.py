@@ -204,8 +204,8 @@ def test_drops_are_judged_by_p_adjusted_over_all_comparisons_of_a_lifetime():
         told = alarms(MonitorConfig(Path(), drop=level), now, [last, best])
         assert len(told) == count
     assert told[0] == (
-        "robust/worst fell from 72.5% (last: 3.ckpt) to 25.0%, adjusted p = 0.00013 "
-        "(Gaffke, over the history)"
+        "robust/worst fell from 72.5% (last: 3.ckpt) to 25.0%, adjusted p = 0.00013, "
+        "below 0.05 (Gaffke, over the history)"
     )
     later = drops(now, earlier, judged_before=99)[0]
     assert later.p_adjusted == pytest.approx(2 * 3.94 * 100**1.3 * p["last"])

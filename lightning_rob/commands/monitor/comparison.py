@@ -43,7 +43,7 @@ class CheckpointResults:
 
 @dataclass(frozen=True)
 class Drop:
-    """The difference in accuracy to an earlier checkpoint, as it is judged."""
+    """A comparison with an earlier checkpoint; accuracy fell if it is `significant`."""
 
     to: str  # "last", of those that had not fallen, or "best"
     since: str  # the earlier checkpoint
@@ -157,8 +157,8 @@ def judged(config: MonitorConfig, history: History, suite: str, now: CheckpointR
     """Return the fields of an event that compare a checkpoint with earlier ones, and the limits."""
     previous = list(last_results(history, suite).values())
     before = last_before(previous, now.position)
-    times = sum("drops" in event for event in history.events("evaluated"))
-    found = drops(now, previous, times)
+    judged_before = sum("drops" in event for event in history.events("evaluated"))
+    found = drops(now, previous, judged_before)
     fields: Fields = {"change": change(before, now)} if before else {}
     fields |= {"drops": [asdict(drop) for drop in found]} if found else {}
     fields |= {"limits": {"alarm": config.limits, "drop": config.level}}
@@ -169,7 +169,7 @@ def alarms(config: MonitorConfig, current: CheckpointResults, found: Sequence[Dr
     """Describe violated thresholds and significant drops of a checkpoint."""
     return violated(config, current) + [
         f"robust/worst fell from {drop.before:.1%} ({drop.to}: {drop.since}) to {drop.after:.1%}, "
-        f"adjusted p = {drop.p_adjusted:.2g} ({drop.test})"
+        f"adjusted p = {drop.p_adjusted:.2g}, below {config.level:g} ({drop.test})"
         for drop in found
         if drop.significant(config.level)
     ]
