@@ -16,7 +16,7 @@ from lightning_rob.defenses import Defense
 from lightning_rob.defenses.per_image import restricted_to
 from lightning_rob.objectives import check_logits, margin, smoothed_votes
 from lightning_rob.randomness import Generator, uniform
-from lightning_rob.rules import majority, top2_majority
+from lightning_rob.rules import mean_logits, mean_probs, random_member, top2_majority
 from lightning_rob.runtime.errors import at_least, within
 from lightning_rob.threat import Threat, choose, divisor, guard, scale
 
@@ -123,8 +123,8 @@ class Square(Attack):
         with restricted_to(defense, index):  # labels behind which it rejects are those of a batch
             logits, weights = defense.sample_logits(x, noise, self.draws)
             values = scores_of(logits, weights, rule := defense.rule)
-        if rule in (majority, top2_majority) and len(logits) > 1:
-            # The vote decides; the smoothed one, below 2, says how near the other classes are.
+        if rule not in (random_member, mean_probs, mean_logits) and len(logits) > 1:
+            # The rule decides; the smoothed one, below 2, says how near the other classes are.
             near = smoothed_votes(logits, weights, 1 + (rule is top2_majority))
             values = near + 2 * rule(logits, weights)
         if check:

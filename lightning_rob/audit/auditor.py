@@ -62,7 +62,7 @@ def audit(
 
 def measures(target: AuditTarget) -> dict[str, Measure]:
     """Return what measures each column, by name: scores, the attacks' power, then `COLUMNS`."""
-    names = [*target.attacks, *target.half_columns]
+    names = [*target.attacks, *target.inferences]
     scores: dict[str, Measure] = {n: methodcaller("score", *n.split("/")) for n in names}
     for name, columns in target.power_columns.items():
         scores |= {column: methodcaller("power", name, i) for i, column in enumerate(columns)}
@@ -117,12 +117,12 @@ def _results(target: AuditTarget, columns: Columns) -> list[Result]:
             details["power"] = strength.power_of(target, columns, name).record()
         if len(known(columns[name])):
             found.append(measured(name, columns[name], target.seconds[name], details))
-    names = target.half_columns or target.worst_names
+    names = target.inferences or target.worst_names
     # An attack that could not run is never the strongest.
     scores = torch.stack([columns[name].nan_to_num(torch.inf) for name in names], 1)
     scores = scores.reshape(len(scores), len(target.worst_names), -1)
     # A minimum of noisy scores, image by image, would be too low.
     random = any(bool(columns[name].any()) for name in ("is_random", "is_nondeterministic"))
     table = torch.arange(len(scores)), scores
-    worst = worst_case([table], random or not target.exact, joint=target.transductive)
+    worst = worst_case([table], random or target.kind == "random", joint=target.transductive)
     return [*found, worst.row({"ball": str(target.threat)})]

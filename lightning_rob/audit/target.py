@@ -56,9 +56,9 @@ class AuditTarget(CheckTarget):
         self.sessions: dict[str, AttackerDefenderSession] = {}
         self.failed: dict[str, Exception] = {}  # why a column could not be measured
         self.worst_names = ["clean", *self.suite.within(threat)]
-        halves = () if self.transductive else ("first", "second")
+        each = () if self.transductive else range(INFERENCES)
         # They choose and score the worst case of a random defense.
-        self.half_columns = [f"{name}/{half}" for name in self.worst_names for half in halves]
+        self.inferences = [f"{name}/{k}" for name in self.worst_names for k in each]
         tested = [name for name in self.worst_names if name not in WEAK] if power else []
         self.untested = {name: not_applicable(defense, self.attacks[name]) for name in tested}
         # Of the attack and of random search; of a defense that rejects twice.
@@ -87,17 +87,16 @@ class AuditBatch(CheckBatch):
         self.perturbed: dict[str, Tensor] = {}
         self.found: dict[str, Tensor] = {}  # the power of attacks, see `found_by`
 
-    def score(self, name: str, half: str = "") -> Tensor:
-        """Return the probability [B] of a right prediction under an attack, or in half of draws."""
+    def score(self, name: str, inference: str = "") -> Tensor:
+        """Return the probability [B] of a right prediction under an attack, or of one inference."""
         if name not in self.scores:
             began = time.perf_counter()
             self.perturbed[name], self.scores[name] = self.run(name, self.target.attacks[name])
             self.target.seconds[name] += time.perf_counter() - began
             if self.target.progress and name != "clean":
                 self.target.progress(name, len(self.x))
-        # One half chooses the strongest attack, the other scores it.
-        first, second = self.scores[name].tensor_split(2, dim=1)
-        return {"first": first, "second": second}.get(half, self.scores[name]).mean(1)
+        scores = self.scores[name]
+        return scores[:, int(inference)] if inference else scores.mean(1)
 
     def power(self, name: str, column: int) -> Tensor:
         """Return a column [B] of `found_by`: NaN for images that could not be tested."""

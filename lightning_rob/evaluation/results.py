@@ -402,6 +402,7 @@ def worst_over(results: Sequence[EvaluationResult], not_fooled: bool = False) ->
 
 
 def _by_last_protocol(results: Sequence[EvaluationResult]) -> list[EvaluationResult]:
+    # A defense that adapts is another one where rounds or memory differ.
     protocol = results[-1].details.get("protocol")
     return [r for r in results if not r.joint or r.details.get("protocol") == protocol]
 

@@ -139,7 +139,11 @@ class Loud(nn.Module):
         return 16 * self.net(x)
 
 
-@pytest.mark.parametrize("rule", [majority, top2_majority])
+def own_rule(logits, weights):
+    return majority(logits, weights)
+
+
+@pytest.mark.parametrize("rule", [majority, top2_majority, own_rule])
 def test_votes_decide_and_not_the_most_confident_member(rule):
     nets, (x, y) = [trained_net(seed) for seed in (1, 2, 3)], images(20, seed=4)
     square = Square(Threat("linf", 0.16), 60)

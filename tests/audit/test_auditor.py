@@ -77,8 +77,10 @@ def test_a_transformation_ensemble_is_audited(nets, blobs):
     x, y = (part[:8] for part in blobs)
     members = TransformEnsemble(nets[:2], ["flip_horizontal", "rotate_180"], random_member)
     found = audit(members, x, y, THREAT, steps=3, queries=10)
-    names = {result.name for result in found.results}
-    assert {"adaptive_pgd", "taa", "paa", "worst"} <= names
+    results = {result.name: result for result in found.results}
+    assert {"adaptive_pgd", "taa", "paa", "worst"} <= results.keys()
+    # Fixed transformations predict what they predicted: no half chooses for another.
+    assert results["worst"].details["choice"] == "per-image minimum"
 
 
 def test_a_defense_that_adapts_is_audited_in_rounds(blobs):
