@@ -96,6 +96,11 @@ class Auto(Attack):
         """Whether it searches: candidates are compared on some of the images."""
         return self.passes >= SEARCH_FROM
 
+    @property
+    def averages(self) -> bool:
+        """Whether it searches: for noise of a network too, over which it then averages."""
+        return self.passes >= SEARCH_FROM
+
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         if defense.transductive:
             kind = type(defense).__name__

@@ -90,6 +90,11 @@ class AutoAttack(Attack):
         counts = {"draws": self.draws, "batch_size": self.batch_size, "passes": self.passes}
         at_least(1, queries=self.queries, **counts)
 
+    @property
+    def averages(self) -> bool:
+        """Whether gradients are means over noise, as in the version "rand"."""
+        return super().averages or self.version == "rand"
+
     def is_made_for(self, suite_kind: str, rule: Rule) -> bool:
         return super().is_made_for(suite_kind, rule) and rule in (mean_logits, mean_probs)
 

@@ -58,7 +58,7 @@ def check_images(x: Tensor, bounds: tuple[float, float]) -> None:
 def check_label_type(y: Tensor, images: int) -> None:
     """Raise ValueError unless y is one whole number for each image."""
     if y.shape != (images,):
-        advice = ": of one-hot labels give y.argmax(1)" if y.dim() == 2 else ""
+        advice = ": if they are one-hot, give y.argmax(1)" if y.dim() == 2 else ""
         raise ValueError(f"{images} images need labels [{images}], got {list(y.shape)}{advice}")
     if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
         raise ValueError(f"labels must be whole numbers, got {y.dtype}")
@@ -208,6 +208,11 @@ class Attack(Counted, ABC):
         The kind is that of `lightning_rob.attacks.auto.suite_kind`.
         """
         return suite_kind in self.made_for
+
+    @property
+    def averages(self) -> bool:
+        """Whether it averages over noise that a network draws."""
+        return (getattr(self, "draws", 0) or 0) > 1
 
     def strategies(self, defense: Defense) -> "list[tuple[float, Attack]]":
         """Return the attacker's strategies against this defense with their probabilities.

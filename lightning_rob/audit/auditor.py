@@ -112,7 +112,7 @@ def _results(target: AuditTarget, columns: Columns) -> list[Result]:
     found = []
     for name, attack in target.attacks.items():
         ball = "every image" if name == "unbounded" else str(attack.threat)
-        details = {"attack": attack_spec(attack), "ball": ball}
+        details = {"attack": attack_spec(attack), "ball": ball} if name != "clean" else {}
         if name in target.power_columns:
             details["power"] = strength.power_of(target, columns, name).record()
         if len(known(columns[name])):

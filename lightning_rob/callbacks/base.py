@@ -159,7 +159,12 @@ class EvaluationCallback(Callback, ABC):
                 found[name] = attack
             elif (attack, type(attack), vars(attack), *self.conditions) not in similar:
                 numbered = (f"{name}_{i}" for i in count(2))
-                found[next(key for key in numbered if key not in {*taken, *self.given})] = attack
+                new = next(key for key in numbered if key not in {*taken, *self.given})
+                found[new] = attack
+                if trainer.is_global_zero:
+                    print(
+                        f"{name} is the name of another attack: this one, {attack.threat}, is {new}"
+                    )
         self.attacks = found
 
     def on_exception(

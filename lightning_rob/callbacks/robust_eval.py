@@ -222,7 +222,9 @@ class RobustEval(EvaluationCallback):
             defense = self.defense_of(pl_module)
             title = [getattr(pl_module, "method", type(pl_module).__name__)]
             title += [type(defense).__name__] if defense.transductive else []
-            title += ["some of the images, test/acc is of all"] * bool(self.settings.max_images)
+            title += [f"{self.settings.max_images} images, test/acc is of all"] * bool(
+                self.settings.max_images
+            )
             print_table(" · ".join(title), self.results, console_of(trainer))
 
 

@@ -264,10 +264,10 @@ class RobustCLI(LightningCLI):
             return  # a sweep of radii attacks at all of them
         # Attacks at another radius than that of the training.
         trained = trained_threat(self.model)
-        threats = [attack.threat for attack in self._attacks().values()]
+        threats = [attack.threat for _, attack in self._attacks()]
         radii = dict.fromkeys(str(threat) for threat in threats if threat != EVERY_IMAGE)
         if radii and str(trained) not in radii:
-            options = radius_options(trained)
+            options = radius_options(trained, any(one.norm != "linf" for one in threats))
             taken = f", taken by{options}" if options else ""
             why = f"at {trained}{taken}" if trained else "without attacks"
             self._print(f"Radius: the attacks are at {', '.join(radii)}; the training was {why}")
@@ -278,7 +278,7 @@ class RobustCLI(LightningCLI):
 
     def before_test(self) -> None:
         self.before_validate()
-        attacks = [*self._attacks()]
+        attacks = [name for name, _ in self._attacks()]
         known = {f"robust/{name}" for name in (*attacks, "worst", "clean", "blind", "findings")}
         callbacks: Any = self.trainer.callbacks  # type: ignore[attr-defined]
         if any(getattr(getattr(c, "settings", None), "known_noise", False) for c in callbacks):
@@ -299,10 +299,11 @@ class RobustCLI(LightningCLI):
         if self.trainer.is_global_zero:
             print(line, flush=True)
 
-    def _attacks(self) -> dict[str, Any]:
+    def _attacks(self) -> list[tuple[str, Any]]:
+        """Return the attacks of all callbacks by name; two may have the same one."""
         callbacks: Any = self.trainer.callbacks  # type: ignore[attr-defined]
         found = (getattr(callback, "attacks", None) for callback in callbacks)
-        return {name: attack for of_one in found for name, attack in (of_one or {}).items()}
+        return [pair for of_one in found for pair in (of_one or {}).items()]
 
     def after_validate(self) -> None:
         self._check_thresholds("val")
@@ -331,7 +332,7 @@ class RobustCLI(LightningCLI):
             )
         if written:
             plug_in = Path(plug_in_for(as_defense(self.model))).stem
-            attacks = [one.threat for one in self._attacks().values() if one.threat != EVERY_IMAGE]
+            attacks = [one.threat for _, one in self._attacks() if one.threat != EVERY_IMAGE]
             radius = radius_options(trained_threat(self.model) or next(iter(attacks), None))
             allowances = "".join(f" {OPTION} {name}" for name in sorted(allowed()))
             path = shlex.quote(written) + allowances
@@ -347,9 +348,10 @@ class RobustCLI(LightningCLI):
             self._check_thresholds("test")
 
 
-def radius_options(threat: Threat | None) -> str:
+def radius_options(threat: Threat | None, with_norm: bool = False) -> str:
     """Return the options with which a plug-in takes a threat; none if it is relative."""
     if threat is None or threat.relative:
         return ""
-    norm = "" if threat.norm == "linf" else f" --trainer.callbacks.norm={threat.norm}"
+    with_norm = with_norm or threat.norm != "linf"
+    norm = f" --trainer.callbacks.norm={threat.norm}" if with_norm else ""
     return f"{norm} --trainer.callbacks.eps={str(threat).split()[1]}"

@@ -31,7 +31,7 @@ COMMANDS = {
 }
 HELP = """usage: lightning-rob COMMAND [options]
 
-Train adversarially robust ensembles and evaluate them honestly, every epoch.
+Train adversarially robust classifiers and evaluate them honestly, every epoch.
 
 commands:
 {commands}

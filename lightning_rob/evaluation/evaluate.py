@@ -1,6 +1,7 @@
 """Score a defense under attacks, image by image, without Lightning."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ from torch.utils.data import Dataset, DistributedSampler
 from tqdm import tqdm
 
 from lightning_rob.attacks import Attack
+from lightning_rob.attacks.base import check_images
 from lightning_rob.defenses import Defense, Single
+from lightning_rob.defenses.copies import working_copy
 from lightning_rob.defenses.network import Preprocessed
 from lightning_rob.evaluation.evaluator import (
+    TRIED,
     AttackedBatch,
     EvaluationSettings,
     Evaluator,
@@ -40,6 +44,7 @@ from lightning_rob.evaluation.records import threat_model_card, versions
 from lightning_rob.evaluation.results import EvaluationResult
 from lightning_rob.evaluation.store import PerImageResults
 from lightning_rob.evaluation.suites import attacks_by_name
+from lightning_rob.evaluation.worst import is_random
 from lightning_rob.runtime.errors import at_least
 from lightning_rob.runtime.identity import cache_key, fingerprint
 from lightning_rob.tables import CLEAN
@@ -107,19 +112,29 @@ def evaluate(
         makes an accuracy suspicious. Each that is severe or a warning is a `FindingWarning` too.
     """
     defense = as_defense(model, preprocess)
+    if not isinstance(attacks, (str, Mapping)):
+        got = type(attacks).__name__
+        raise TypeError(
+            f"attacks must be a word or a mapping of attacks, got a {got}: the order is "
+            "evaluate(net, attacks, batches)"
+        )
     if isinstance(attacks, str) != (eps is not None):
         raise ValueError(
-            f"attacks given by one word need eps, such as eps=8/255, and a mapping has none: "
-            f"got {attacks!r} and eps {eps}"
+            f"the word {attacks!r} needs a radius, such as eps=8/255"
+            if eps is None
+            else f"eps={eps} is for one word: each attack of a mapping has its own threat"
         )
-    if isinstance(attacks, str):
-        attacks = attacks_by_name(attacks, defense, Threat(norm, eps or 0.0))
-    check_names(attacks)
     at_least(0, power=power)
     settings = EvaluationSettings(
         seed, repeats, inferences, private_draws, max_images, group_size, protocol, known_noise
     )
     rounds = settings.protocol_for(defense)
+    groups = indexed_groups(batches, settings, rounds, unpack)
+    if isinstance(attacks, str):
+        first = [*islice(groups, 1)]
+        groups, random = chain(first, groups), any(_is_random(defense, *one) for one in first)
+        attacks = attacks_by_name(attacks, defense, Threat(norm, eps or 0.0), random)
+    check_names(attacks)
     details = {**settings.asdict(), "precision": evaluation_precision()}
     folder, device, count = None, device_of(defense), 0
     if resume is not None:
@@ -150,7 +165,7 @@ def evaluate(
 
         evaluator = Evaluator(defense, attacks, settings, store, attacked, details, checks, power)
         with torch.autocast(device.type, enabled=False), torch.inference_mode(False):
-            for batch in indexed_groups(batches, settings, rounds, unpack):
+            for batch in groups:
                 x, y, index = (part.to(device) for part in batch)
                 evaluator.score(x.float(), y, index)
                 count += len(x)
@@ -162,6 +177,15 @@ def evaluate(
     store.log.delete()
     warn_of(found.findings)
     return found
+
+
+def _is_random(defense: Defense, x: Tensor, y: Tensor, index: Tensor) -> bool:
+    """Return whether a plain network predicts the first images at random."""
+    if not isinstance(defense, Single):
+        return False
+    check_images(x, (0.0, 1.0))
+    x = x[:TRIED].to(device_of(defense)).float()
+    return is_random(working_copy(defense), x, index[:TRIED])
 
 
 def as_defense(model: nn.Module, preprocess: Callable[[Tensor], Tensor] | None = None) -> Defense:

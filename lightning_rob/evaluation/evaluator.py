@@ -359,24 +359,24 @@ class Evaluator:
             rows = _spread(x, CHECKED_ATTACKED)
             found += checked(target, x[rows], y[rows], index[rows], (slope,), directions=2)
             known = {finding.name for finding in self.findings}
-            found = [one for one in found if one.flagged and not self._heeded(one)]
+            found = [one for one in found if one.flagged and not self._is_averaged(one)]
             self.findings += [one for one in found if one.name not in known]
             return
         rows = _spread(x, CHECKED)
         found = checked(target, x[rows], y[rows], index[rows])
-        self.findings = [one for one in found if one.flagged and not self._heeded(one)]
+        self.findings = [one for one in found if one.flagged and not self._is_averaged(one)]
         cut = any(finding.name == "bounds" for finding in self.findings)
         if cut and not self.joint:
             self.inside = InsideBounds(HAIR * (self.bounds[1] - self.bounds[0]), self.bounds)
             self.recovered |= set(self.attacks)
 
-    def _heeded(self, finding: Finding) -> bool:
-        """Return whether a random network is averaged over, as the check of randomness advises."""
-        # An attack without draws averages over nothing.
-        parts = ([getattr(one, "draws", 0) for one in walk(a)] for a in self.attacks.values())
-        averaged = all(max((draws or 0 for draws in each), default=0) > 1 for each in parts)
+    def _is_averaged(self, finding: Finding) -> bool:
+        """Return whether an attack in each ball averages over the randomness that was found."""
         random = (finding.name, finding.severity) == ("randomness", "warning")
-        return random and averaged and self.settings.inferences > 1
+        attacks = self.attacks.values()
+        good = [attack for attack in attacks if any(part.averages for part in walk(attack))]
+        in_each = all(any(one.threat == attack.threat for one in good) for attack in attacks)
+        return random and in_each and self.settings.inferences > 1
 
     def _shares(self, found: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return the probabilities [B, R] of right predictions and of rejections, of [R, B, K]."""

@@ -28,7 +28,7 @@ from lightning_rob.evaluation.result_file import write_result_file
 from lightning_rob.evaluation.store import KNOWN, PerImageRows
 from lightning_rob.evaluation.worst import WORST as WORST
 from lightning_rob.evaluation.worst import Worst, worst_case
-from lightning_rob.metrics import Paired, paired, student
+from lightning_rob.metrics import Paired, clopper_pearson, paired, student
 from lightning_rob.runtime.identity import attack_spec
 from lightning_rob.tables import CLEAN, table_html, table_text
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FEWEST_BROKEN, MOST_BROKEN = 10, 0.9  # images that one class must take to be suspicious
+UNLUCKY = 0.01  # probability by which guessing would be as bad
 FEWEST_OF_CLASS = 5  # images of each class: where a class has as many, 0.7 % of samples lack it
 
 
@@ -154,10 +155,26 @@ class EvaluationResult:
     @cached_property
     def findings(self) -> tuple[Finding, ...]:
         """The findings about the accuracies, the most severe first."""
-        found = [*self.noted]
+        found = [*self.noted, *self._below_guessing()]
         for name in self.attacks:
             found += self._of_attack(name)
         return tuple(by_severity(found))
+
+    def _below_guessing(self) -> Iterator[Finding]:
+        """Find that clean images are right less often than by guessing among the seen classes."""
+        scores, predicted = self.not_fooled[:, 0].mean(1), self.rows.predictions[:, 0]
+        classes = len({*self.rows.label.tolist(), *predicted.tolist()})
+        right = min(math.ceil(float(scores.sum())), len(scores))
+        _, high = clopper_pearson(right, len(scores), 1 - 2 * UNLUCKY)
+        if classes > 1 and high < 1 / classes:
+            yield Finding(
+                "severe",
+                f"{percent(scores)} of the clean images are right, where guessing among the "
+                f"{classes} classes of labels and predictions gets {100 / classes:.3g} %.",
+                "Compare the order of the labels with that of the network's outputs, and the "
+                "images with those that it was trained on.",
+                name="below_guessing",
+            )
 
     def _of_attack(self, name: str) -> Iterator[Finding]:
         """Find an attack that is blind, too weak, climbs wrongly, or reaches only rejections."""
@@ -317,9 +334,10 @@ class EvaluationResult:
             details |= {"power": self.power[name].record()} if name in self.power else {}
             details["ball"] = str(attack.threat)
             other = reference or self
-            first = next(iter(other.attacks))
+            in_ball = (n for n, one in other.attacks.items() if one.threat == attack.threat)
+            first = next(in_ball, None)
             same = torch.equal(other.index, self.index) and other.joint == self.joint
-            if same and not (other is self and name == first):
+            if first and same and not (other is self and name == first):
                 compared = paired(other.per_image(first), scores)
                 details["against"] = {"attack": first, **asdict(compared)}
             searches = any(part.smallest_norm for part in walk(attack))

@@ -69,9 +69,10 @@ MADE_FOR: dict[SuiteKind, str] = {
     "transductive": "GMSA",
 }
 
-WORDS: dict[str, Callable[[Defense, Threat], Attack]] = {  # beside "pgd", "suite" and its parts
-    "auto": lambda defense, threat: _auto(defense, threat),
-    "autoattack": lambda defense, threat: AutoAttack(threat),
+# Beside "pgd", "suite" and its parts: by the defense, the threat, and whether it draws noise.
+WORDS: dict[str, Callable[[Defense, Threat, bool], Attack]] = {
+    "auto": lambda defense, threat, _: _auto(defense, threat),
+    "autoattack": lambda _, threat, random: AutoAttack(threat, "rand" if random else "standard"),
 }
 
 
@@ -105,12 +106,21 @@ def unfit(attacks: Mapping[str, Attack], defense: Defense) -> list[Finding]:
     return [Finding("note", text, advice, name="adaptive")]
 
 
-def attacks_by_name(name: str, defense: Defense, threat: Threat) -> dict[str, Attack]:
-    """Return the attacks that one word stands for: suite, or one of that suite or beside it."""
+def attacks_by_name(
+    name: str, defense: Defense, threat: Threat, random: bool = False
+) -> dict[str, Attack]:
+    """Return the attacks that one word stands for: suite, or one of that suite or beside it.
+
+    `random`: whether a plain network draws noise.
+    """
     if name in WORDS:
-        return {name: WORDS[name](defense, threat)}
+        return {name: WORDS[name](defense, threat, random)}
     # The audit alone takes balls of another size, within which "worst" means nothing.
-    suite = {n: a for n, a in suite_for(defense, threat).attacks.items() if a.threat == threat}
+    suite = {
+        n: a
+        for n, a in suite_for(defense, threat, random=random).attacks.items()
+        if a.threat == threat
+    }
     if name == "pgd" and name not in suite:  # of a defense that adapts: without rehearsals
         return {name: PGD(threat, 20, step_across(threat.eps, 20, 4))}
     if name not in ("suite", *suite):
@@ -179,14 +189,15 @@ class AttackSuite:
 
 
 def suite_for(
-    defense: Defense, threat: Threat, steps: int = 20, queries: int = 1000
+    defense: Defense, threat: Threat, steps: int = 20, queries: int = 1000, random: bool = False
 ) -> AttackSuite:
     """Return the attacks that test a defense of this kind, within one threat: linf, l2 or l1.
 
-    The steps are those of the default PGD, of which others have a multiple.
+    The steps are those of the default PGD, of which others have a multiple. `random`: whether a
+    plain network draws noise, of which its kind says nothing.
     """
     check_threat(threat)
-    kind = suite_kind(defense)
+    kind = "random" if random else suite_kind(defense)
     pgd = PGD(threat, steps, step_across(threat.eps, steps, 4))
     if kind == "transductive":  # most papers report a transfer attack
         pgd = replace(pgd, keep_best=True)

@@ -92,6 +92,11 @@ def test_a_test_reports_another_radius_than_that_of_the_training(trained, tmp_pa
         "taken by --trainer.callbacks.eps=16/255"
     )
     assert said(capsys, trained / CKPT, pgd, "--trainer.callbacks.eps=16/255") == []
+    in_l2 = "--trainer.callbacks+={pgd: {norm: l2, eps: 0.5}}"
+    (line,) = said(capsys, trained / CKPT, in_l2)
+    assert line.endswith("by --trainer.callbacks.norm=linf --trainer.callbacks.eps=16/255")
+    # Another one has that radius, though both are called pgd.
+    assert said(capsys, trained / CKPT, pgd, "--trainer.callbacks.eps=16/255", in_l2) == []
     assert said(capsys, trained / CKPT) == []
     assert not list(tmp_path.iterdir())  # a run without a logger writes no configuration
 

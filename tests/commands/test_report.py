@@ -296,7 +296,7 @@ def test_files_go_to_the_run_or_here(tmp_path, whole, capsys):
     main(["report", str(whole), str(empty)])
     assert (tmp_path / "report.html").is_file()
     told = capsys.readouterr()
-    assert "Wrote report.md" in told.out and f"Nothing is recorded in {empty}" in told.err
+    assert "Wrote report.md" in told.out and f"No run is recorded in {empty}" in told.err
 
 
 def test_a_template_of_the_user_overrides_a_block(whole):

@@ -150,6 +150,7 @@ BROKEN = {
     "noise of torch": (lambda x: x + 0.1 * torch.randn_like(x), None, "randomness"),
     "other images of the batch": (None, batchwise, "batches"),
     "a class of rejection": (None, detecting, "only_one_class"),
+    "labels in another order": (None, lambda z, x: z.roll(1, 1), "below_guessing"),
 }
 
 
@@ -229,6 +230,11 @@ def test_randomness_that_is_averaged_over_is_no_finding():
     averaged = {"pgd": replace(attack, draws=5)}
     assert "randomness" not in names(evaluate(noisy, averaged, [batch()], inferences=2))
     undrawn = {"start": RandomStart(attack.threat)}  # it has no draws
+    for attacks in ("suite", "auto", "autoattack"):
+        found = evaluate(noisy, attacks, [batch()], eps=float(attack.threat.eps), inferences=2)
+        assert "randomness" not in names(found)
+        if attacks == "suite":  # that of a random defense
+            assert "linear_aggmo" in found.attacks
     for attacks, inferences in ((averaged, 1), (PLAIN, 2), (undrawn, 2)):
         with pytest.warns(FindingWarning):
             found = evaluate(noisy, attacks, [batch()], inferences=inferences)

@@ -136,10 +136,15 @@ def test_one_word_for_attacks():
         ("pdg", 0.1, "no attack on a Single is called 'pdg', did you mean pgd?"),
         ("climb", 0.1, "is called 'climb': give a mapping, or one of suite, auto, .*square"),
         ("pgd", 8, "the ball of 'pgd', linf 8, holds every image: did you mean 8/255?"),
-        ("pgd", None, "attacks given by one word need eps, such as eps=8/255"),
+        ("pgd", None, "the word 'pgd' needs a radius, such as eps=8/255"),
+        (ATTACKS, 0.1, "each attack of a mapping has its own threat"),
     ):
         with pytest.raises(ValueError, match=message):
             evaluate(net(), attacks, images, eps=eps)
+    with pytest.raises(
+        TypeError, match=r"got a DataLoader: the order is evaluate\(net, attacks, batches\)"
+    ):
+        evaluate(net(), images, "pgd", eps=0.1)
 
 
 def test_a_part_of_the_images_is_chosen_by_the_seed():
@@ -186,7 +191,8 @@ def test_the_worst_case_is_over_the_evaluations_by_the_last_protocol():
     """Of a defense that adapts, each protocol is another attacker; to others it makes no odds."""
     found, still = [], []
     for protocol, score in (("sees its state", 0.1), ("rehearses", 0.6), ("rehearses", 0.4)):
-        rows = PerImageRows(torch.arange(5), None, torch.full((5, 1, 1), score), None, None, None)
+        zeros, scores = torch.zeros(5, 1).long(), torch.full((5, 1, 1), score)
+        rows = PerImageRows(torch.arange(5), zeros[:, 0], scores, zeros, None, None)
         found.append(EvaluationResult({}, rows, joint=True, details={"protocol": protocol}))
         still.append(EvaluationResult({}, rows, details={"protocol": protocol}))
     assert float(worst_over(still).scores.mean()) == pytest.approx(0.1)

@@ -132,7 +132,7 @@ def _check_gate(one: ResultFile, other: ResultFile, config: CompareConfig) -> No
     if different:
         raise ValueError(
             f"--fail_if_worse compares equal evaluations, but {one.path} and {other.path} differ "
-            f"in {', '.join(different)}; without it compare shows how, --pairs names attacks"
+            f"in {', '.join(different)}; without --fail_if_worse, compare prints the differences"
         )
 
 

@@ -67,7 +67,8 @@ def report(folders: Sequence[Path], out: Path, template: Path | None = None) -> 
     known = [found.folder.resolve() for found in runs]
     for folder in folders:
         if not any(path.is_relative_to(folder.resolve()) for path in known):
-            print(visible(f"Nothing is recorded in {folder}"), file=sys.stderr)
+            text = f"No run is recorded in {folder} (results of evaluate() are for compare)"
+            print(visible(text), file=sys.stderr)
     if out.suffix != ".html":
         raise ValueError(f"--out is the page and ends in .html, got {out}")
     beside = out.with_suffix(".md")

@@ -1,6 +1,7 @@
 """The sections of a report: the comparison of runs; of each run evaluation, history, studies."""
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -280,7 +281,8 @@ def _evaluated(records: Sequence[Fields]) -> Iterator[Checkpoint]:
 def _alarms(records: Sequence[Fields]) -> Iterator[str]:
     for fields in records:
         for alarm in fields.get("alarm", []):
-            yield f"{fields.get('checkpoint')}: {alarm}" if "step" in fields else str(alarm)
+            place = f"{fields.get('checkpoint')}: " if "step" in fields else ""
+            yield f"alarm of the monitor: {place}{alarm}"
         if fields.get("event") == "missed":
             yield f"{fields.get('checkpoint')} went before it could be evaluated"
 
@@ -363,7 +365,8 @@ def _cautions(final: Sequence[AttackResult]) -> Iterator[str]:
     yield from few_images(final)
     plug_in = next((r.plug_in for r in final if r.plug_in), "")
     advice = f"{plug_in}, the plug-in for its kind of defense: see {WHICH}" if plug_in else SUITE
-    is_own = any(f"/{r.name}.yaml" in plug_in for r in final)
+    # An attack whose name was taken has a number behind it.
+    is_own = any(f"/{re.sub(r'_[0-9]+$', '', r.name)}.yaml" in plug_in for r in final)
     advice = "" if is_own else f" Add {advice}."
     if not attacks:
         yield f"no attack on the whole defense is recorded.{advice}"
