@@ -48,7 +48,7 @@ MOVES, LENGTH = 4, 0.3  # in which slopes are compared with differences; their s
 AGREEING = 0.5  # correlation of both from which a slope is worth following
 OF_SEVERAL = (12, 0.6)  # moves and their length where several networks disagree
 REAL = 0.42  # share of the predicted change that is real, from which their slope is
-APART = 0.01  # of the range of logits, by which noise or another batch may change them
+APART = 0.01  # of the lead of the largest logit, by which noise or another batch may change them
 COSTLY = ("queries", "copies", "stand_in")  # of an attack that needs more passes than others
 STUCK = 0.8  # share of the images left from which attacks are tried that cost more
 MOST_PARTS = 2  # of a network, before which a surrogate takes the place of what is there
@@ -306,8 +306,8 @@ class Search:
         # Noise that hardly moves the logits would only keep a deterministic search away.
         # A network that draws one of two parts for a batch often draws the same again.
         change = max(float((self._logits(x) - logits).abs().max()) for _ in range(AGAIN))
-        # Of the range over classes: what all logits have in common decides nothing.
-        least = APART * float((logits.amax(-1) - logits.amin(-1)).max())
+        # What all logits have in common decides nothing, and classes may be masked by -1e4.
+        least = APART * float(spread(logits).max())
         self.random = change > least
         if self.random:
             self.findings.append("noise of its own")

@@ -99,8 +99,15 @@ def train_stand_in(
 
 
 Slope = Literal["rounding", "detached", "saturating", "custom"]
-ROUNDS = {"round", "floor", "ceil", "trunc", "fix", "sign", "sgn", "floor_divide", "__floordiv__"}
+ROUNDS = {"round", "floor", "ceil", "trunc", "fix", "sign", "sgn", "heaviside", "bernoulli"}
+ROUNDS |= {"floor_divide", "__floordiv__"}
+REMAINS = {"remainder", "fmod", "frac", "__mod__"}  # what rounding takes away
 COMPARES = {"gt", "ge", "lt", "le", "greater", "greater_equal", "less", "less_equal"}
+# What computes with conditions and whole numbers as with others.
+COMPUTES = {"mul", "add", "sub", "rsub", "__rsub__", "sum", "unsqueeze", "squeeze", "expand"}
+COMPUTES |= {"expand_as", "view", "reshape", "flatten", "permute", "transpose", "repeat"}
+NEGATES = {"logical_not", "bitwise_not", "__invert__"}
+JOINS = {"logical_and", "bitwise_and", "__and__"}
 CASTS = {"float", "double", "half", "bfloat16", "to", "type", "type_as", "div", "true_divide"}
 BOUNDS = {"clamp", "clip", "clamp_min", "clamp_max", "hardtanh", "relu6", "hardsigmoid"}
 SATURATES = BOUNDS | {"sigmoid", "tanh"}
@@ -205,8 +212,18 @@ class _Surrogate(TorchFunctionMode):
         return ValueWithGradientOf.apply(value.to(gone), gone) if new else value
 
     def _with_slope(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        first = args[0] if args else None
+        first: Any = args[0] if args else None
         source = _hidden(first)
+        hidden = source is not None or any(_hidden(value) is not None for value in args[1:4])
+        if hidden and (other := _as_if_smooth(name, args, kwargs)) is not None:
+            with torch.no_grad():
+                copied = first.clone() if isinstance(first, Tensor) else first
+                out = func(copied, *args[1:], **kwargs)
+            out = copied if name == "__setitem__" else out
+            if not out.is_floating_point():
+                return _hiding(out, other)
+            out = ValueWithGradientOf.apply(out, other.to(out))
+            return first.copy_(out) if func.__name__ in ("__setitem__", f"{name}_") else out
         if source is not None and (name in CASTS or name == "one_hot"):
             out = func(*args, **kwargs)
             source = softmax(source, -1) if name == "one_hot" else source
@@ -215,10 +232,11 @@ class _Surrogate(TorchFunctionMode):
             return ValueWithGradientOf.apply(
                 out, (source / args[1] if "div" in name else source).to(out)
             )
-        if not _differentiated(first):
+        compared = name in COMPARES and any(_differentiated(value) for value in args[:2])
+        if not (_differentiated(first) or compared):
             return func(*args, **kwargs)
-        rounded = name in ROUNDS or kwargs.get("rounding_mode") is not None
-        rounded |= name in COMPARES or name == "argmax"
+        rounded = name in ROUNDS | REMAINS or kwargs.get("rounding_mode") is not None
+        rounded |= compared or name in ("argmax", "argmin")
         if rounded or name in SATURATES:
             self.met.add("rounding" if rounded else "saturating")
         if rounded and "rounding" in self.slopes:
@@ -233,10 +251,13 @@ class _Surrogate(TorchFunctionMode):
 
     def _rounded(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         first, second = args[0], args[1] if len(args) > 1 else None
-        if name == "argmax":
+        if name in ("argmax", "argmin"):
             dim = kwargs.get("dim", second)
             out = func(*args, **kwargs)
+            first = first if name == "argmax" else -first
             return out if dim is None else _hiding(out, first.movedim(dim, -1))
+        if name in REMAINS:
+            return self._through(func, args, kwargs, first.detach())
         if name in COMPARES:
             difference = first - second
             return _hiding(func(*args, **kwargs), difference if name[0] == "g" else -difference)
@@ -251,6 +272,53 @@ class _Surrogate(TorchFunctionMode):
         out: Tensor = ValueWithGradientOf.apply(value, other)
         name = func.__name__
         return first.copy_(out) if name.endswith("_") and not name.endswith("__") else out
+
+
+def _soft(value: Any) -> Any:
+    """Return a condition or whole numbers as numbers, with the slope of what they come from."""
+    source = _hidden(value)
+    return value if source is None else ValueWithGradientOf.apply(value.to(source), source)
+
+
+def _as_if_smooth(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Return what an operation on conditions or whole numbers gives if they have slopes; or None.
+
+    A choice between two values changes by their difference with its condition.
+    """
+    first: Any = args[0]
+    second: Any = args[1] if len(args) > 1 else None
+    if name in COMPUTES or (name == "__getitem__" and _hidden(first) is not None):
+        return getattr(Tensor, name)(*map(_soft, args), **kwargs)
+    if name in NEGATES:
+        return 1 - _soft(first)
+    if name in JOINS:
+        return _soft(first) * _soft(second)
+    if name == "where" and len(args) == 3:
+        # Also x.where(condition, other).
+        condition, a, b = args if _hidden(first) is not None else (second, first, args[2])
+    elif name in ("masked_fill", "__setitem__") and getattr(second, "shape", None) == first.shape:
+        condition, a, b = second, args[2], first
+    else:
+        return _looked_up(name, args)
+    if _hidden(condition) is None or (isinstance(a, Tensor) and a.dim() not in (0, b.dim())):
+        return None
+    taken = torch.where(condition, a, b)
+    zeros = torch.zeros_like(taken).detach()
+    return taken + _soft(condition) * ((zeros + a) - (zeros + b)).detach()
+
+
+def _looked_up(name: str, args: Any) -> Any:
+    """Return the mean of a table's rows, weighted by what chooses one of them; or None."""
+    places = {"embedding": (0, 1), "__getitem__": (1, 0), "index_select": (2, 0)}
+    if name not in places or len(args) <= max(places[name]):
+        return None
+    index, rows = (args[place] for place in places[name])
+    source: Any = _hidden(index)
+    if source is None or not (isinstance(rows, Tensor) and rows.dim() == 2):
+        return None
+    if source.shape[:-1] != index.shape or source.shape[-1] != len(rows):
+        return None
+    return softmax(source, -1).to(rows) @ rows
 
 
 def _differentiated(value: Any) -> TypeGuard[Tensor]:

@@ -3,7 +3,7 @@
 import contextlib
 import warnings
 from copy import deepcopy
-from functools import cache
+from functools import cache, partial
 
 import numpy
 import pytest
@@ -307,12 +307,31 @@ def test_values_stay_the_same_bit_by_bit(name):
         assert (gradient.flatten(1).abs().amax(1) > 0).all()
 
 
+NUMBERS = torch.tensor([[-0.7, 0.2], [0.6, 3.0]])
+
+
 def slope(function, *slopes):
-    """The gradient of a function's sum at a few numbers, through other slopes."""
-    x = torch.tensor([[-0.7, 0.2], [0.6, 3.0]], requires_grad=True)
+    """The gradient of a function's sum at a few numbers, through other slopes; values stay."""
+    x = NUMBERS.clone().requires_grad_()
+    torch.manual_seed(0)
     with _Surrogate(slopes, 2):
         out = function(x)
+    torch.manual_seed(0)
+    assert torch.equal(out.detach(), function(NUMBERS.clone()))
     return torch.autograd.grad(out.sum(), x)[0]
+
+
+BOOK = torch.tensor([[0.0, 1.0], [2.0, 4.0]])  # of vector quantization
+
+
+def stepped(x):
+    z = torch.zeros_like(x)
+    z[x > 0] = 1
+    return z
+
+
+def gradient(function):
+    return torch.autograd.functional.jacobian(lambda x: function(x).sum(), NUMBERS)
 
 
 def test_slopes():
@@ -324,6 +343,22 @@ def test_slopes():
         (lambda x: x // 4, ("rounding",), ones / 4),
         (lambda x: (3 * x > 1).float(), ("rounding",), 3 * ones),
         (lambda x: (3 * x < 1).float(), ("rounding",), -3 * ones),
+        (lambda x: (torch.full((2, 2), 1.0) < 3 * x).float(), ("rounding",), 3 * ones),
+        (lambda x: ~(x > 0) * 2.0, ("rounding",), -2 * ones),
+        (lambda x: ((x > 0) & (x < 2)).float(), ("rounding",), torch.tensor([[1.0, 0], [0, -1]])),
+        (lambda x: (x > 0)[:, None].sum(1).float(), ("rounding",), ones),
+        (lambda x: torch.where(2 * x > 1, 3.0, 1.0), ("rounding",), 4 * ones),
+        (
+            lambda x: torch.ones(2, 2).where(x > 0, x),
+            ("rounding",),
+            torch.tensor([[2.7, 0.8], [0.4, -2]]),
+        ),
+        (lambda x: torch.zeros(2, 2).masked_fill_(x > 0, 2.0), ("rounding",), 2 * ones),
+        (stepped, ("rounding",), ones),
+        (lambda x: BOOK[x.argmin(1)], ("rounding",), gradient(lambda x: (-x).softmax(1) @ BOOK)),
+        (lambda x: torch.heaviside(x, torch.ones(())), ("rounding",), ones),
+        (lambda x: torch.bernoulli(x.sigmoid()), ("rounding",), gradient(torch.sigmoid)),
+        (lambda x: x - x % 0.25, ("rounding",), ones),
         (lambda x: (255 * x).to(torch.int32) / 255, ("rounding",), ones),
         (lambda x: x.clone().clamp_(0, 1), ("saturating",), ones),
         (lambda x: (2 * x).sigmoid(), ("saturating",), 2 * ones),
@@ -355,7 +390,8 @@ def test_tiny_noise_hides_nothing():
 def test_noise_of_a_network_in_l1():
     """There PGD is weak on images of usual size, and many short runs are not."""
     (x, y), threat = images(IMAGES, seed=4), Threat("l1", 2.0)
-    net = Through(trained_net(1), before=lambda x: x + 0.2 * torch.randn_like(x))
+    masked = partial(nn.functional.pad, pad=(0, 2), value=-1e4)  # two classes that do not exist
+    net = Through(trained_net(1), lambda x: x + 0.2 * torch.randn_like(x), masked)
     found = Auto(threat, PASSES).find(Single(net), x, y, seeded())
     kinds = {type(part) for part in walk(found.attack)}
     assert APGD in kinds and PGD not in kinds

@@ -565,7 +565,7 @@ def test_the_report_shows_the_curve(judged):
     event, _ = (event for event in events(watched, "evaluated") if event["alarm"])
     lost = len(event["change"]["newly_vulnerable"])
     assert re.search(rf"swapped.*\| \**{lost}\** \| \**0\** \|", text)
-    assert "**Caution:** alarm of the monitor: checkpoints/swapped.ckpt: robust/worst fell from" in text
+    assert "**Caution:** alarm of the monitor: checkpoints/swapped.ckpt: robust/worst fell" in text
     changes = [event["change"]["p"] for event in events(watched, "evaluated")[1:]]
     assert "p: McNemar's exact test, Holm over 3 comparisons" in text
     for p, adjusted in zip(changes, holm(changes), strict=True):
