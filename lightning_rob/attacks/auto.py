@@ -72,8 +72,9 @@ class Auto(Attack):
     winners attack all images that stand. On one network that hides nothing most passes go to runs
     towards classes.
 
-    With fewer than 400 passes for each network, on transformation ensembles and on defenses that
-    draw their classifiers, as random transforms, only the attacks for the kind run. A search
+    With fewer than 400 passes for each network, on transformation ensembles and on random
+    transforms only the attacks for the kind run, and on other defenses that draw their classifiers
+    unless a forward pass shows something. A search
     compares candidates on some images, so that the result of an image depends on its batch; `find`
     returns what was found, as an attack that does not.
 
@@ -108,7 +109,11 @@ class Auto(Attack):
         count = PassCount(defense, x)
         classes, kind = count.classes, suite_kind(defense)
         passes = max(self.passes - count.asked, 1)
-        if kind in ("transformed", "random") or passes < SEARCH_FROM * count.networks:
+        # Random transforms have slopes of their own. The draws of a prediction are one network.
+        drawn = kind == "random" and not random_transforms_in(defense)
+        networks = 1 if drawn else count.networks
+        alone = kind == "transformed" or (kind == "random" and not drawn)
+        if alone or passes < SEARCH_FROM * networks:
             restore = restoring(generator)
             whole = replace(self, passes=passes).schedule(defense, classes)
             try:
@@ -129,7 +134,7 @@ class Auto(Attack):
         # The climb and ARC drop images, which labels behind which a defense rejects do not allow.
         if kind == "single" or (kind == "randomized" and per_image_layers(defense)):
             first = Budgeted(self._apgd(defense), opening)
-        search = Search(self.threat, defense, x, y, generator, classes)
+        search = Search(self.threat, defense, x, y, generator, classes, drawn)
         return self._noted(search.run(first, opening, passes, plan))
 
     def __call__(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any
 
 import torch
@@ -111,6 +112,7 @@ class Search:
     Args:
         defense: the defense inside `attacking`.
         classes: their number.
+        drawn: whether the defense draws its classifiers.
     """
 
     def __init__(
@@ -121,12 +123,16 @@ class Search:
         y: Tensor,
         generator: Generator,
         classes: int,
+        drawn: bool = False,
     ) -> None:
         self.threat, self.defense, self.classes = threat, defense, classes
         self.x, self.y, self.generator = x, y, generator
         # Noise of its own, so that the attack that is found draws the same when it runs alone.
         self.seed = int(torch.randint(2**62, ())) if generator is None else seed_of(generator)
-        self.networks = len(defense.weights)
+        self.networks, self.drawn = len(defense.weights), drawn
+        self.count = PassCount(defense, x, classes)
+        again = type(defense).sample_logits is Defense.sample_logits  # all draws of a prediction
+        self.draws = ceil(DRAWS / self.networks) if drawn and again else DRAWS
         self.cross_entropy, self.margin = losses_of_rule(defense.rule, self.networks)
         self.random = self.together = self.rugged = False
         self.blocked = False  # whether something has no slope
@@ -147,7 +153,12 @@ class Search:
         x, restore = self.x, restoring(self.generator)
         views = self._views(positions(x)[:PROBED])
         shares: list[float] = [*SHARES]
-        if self.random and isinstance(self.defense, Single):
+        if self.drawn and len(views) == 1:  # nothing is hidden
+            whole = plan(passes - self.spent)
+            x_adv, right = self._alone(whole, restore)
+            self._note("first", whole, right, passes - self.spent)
+            return self._found(x_adv, whole)
+        if self.random and (self.drawn or isinstance(self.defense, Single)):
             start, *shares = OF_RANDOM
             opening = int(start * passes)
             first = self._within(views[0], opening)
@@ -186,10 +197,9 @@ class Search:
         rough = self.rugged and not entered
         local = int(LOCAL * free) if rough and self._scored and not alone else 0
         free, total = free - local, sum(share for share, _ in winners)
-        count = PassCount(self.defense, x, self.classes)
         parts = [(attack, int(share / total * free)) for share, attack in winners]
         finals: list[tuple[Attack, int]]
-        finals = [(self._within(a, n), n) for a, n in parts if n >= a.least(count)]
+        finals = [(self._within(a, n), n) for a, n in parts if n >= a.least(self.count)]
         if plain:  # all losses of the rule of several networks are better than one of them
             finals = [(plan(free), free)]
         if alone and finals:
@@ -239,9 +249,15 @@ class Search:
         return self.x.dim() == 4 and self.defense.rule is not random_member
 
     @property
+    def _predictions(self) -> int:
+        """Predictions of each image by which an attack is judged."""
+        enough = ceil(PREDICTIONS / self.networks) if self.drawn else PREDICTIONS
+        return enough if self.random else 1
+
+    @property
     def _judging(self) -> int:
         """Passes that the predictions cost by which an attack is judged."""
-        return self.networks * (PREDICTIONS if self.random else 1)
+        return self.networks * self._predictions
 
     def _found(self, x_adv: Tensor, attack: Attack) -> AutoResult:
         return AutoResult(x_adv, attack, tuple(self.findings), tuple(self.trail))
@@ -257,14 +273,17 @@ class Search:
         x = self.x[rows]
         hard: tuple[Slope, ...] = ()
         with restricted_to(self.defense, rows), own_streams(self.seed, x.device):
-            self._look_for_noise(x)
+            if self.drawn:
+                self.random = True
+            else:
+                self._look_for_noise(x)
             margin: Attack = APGD(self.threat, objective=self.margin, early_stop=not self.together)
             if self.random:
                 # Step sizes that follow a noisy objective shrink too soon; momentum averages draws.
-                step = PGD(self.threat, 1, self.threat.eps, self.margin, DRAWS)
+                step = PGD(self.threat, 1, self.threat.eps, self.margin, self.draws)
                 margin = replace(step, momentum=(0.9,))
             if self.random and self.threat.p == 1:  # where PGD is weak, with noise too
-                runs = APGD(self.threat, objective=self.cross_entropy, draws=DRAWS)
+                runs = APGD(self.threat, objective=self.cross_entropy, draws=self.draws)
                 margin = replace(runs, early_stop=False)
             base = SurrogateGradient(margin, draws_anew=self.random, together=self.together)
             met, _ = self._observed(base, x)
@@ -306,7 +325,7 @@ class Search:
         # Noise that hardly moves the logits would only keep a deterministic search away.
         # A network that draws one of two parts for a batch often draws the same again.
         change = max(float((self._logits(x) - logits).abs().max()) for _ in range(AGAIN))
-        # What all logits have in common decides nothing, and classes may be masked by -1e4.
+        # A shift of all logits decides nothing, and classes may be masked by -1e4.
         least = APART * float(spread(logits).max())
         self.random = change > least
         if self.random:
@@ -330,8 +349,9 @@ class Search:
             x.requires_grad_(False)
         places = sources(seen.values, seen.decided.argmax(1))
         values = [by_draw(seen.values[place], len(x)) for place in places]
-        rows = [*seen.logits]  # of several networks, each one's output
-        of_output = all(any(torch.equal(v, row[None]) for row in rows) for v in values)
+        # Of several networks, each one's output, or that of all.
+        outputs = [seen.logits, *seen.logits[:, None]]
+        of_output = all(any(torch.equal(v, one) for one in outputs) for v in values)
         return seen.met, () if of_output else places
 
     def _parts(self, x: Tensor) -> dict[str, bool]:
@@ -396,7 +416,7 @@ class Search:
     def _within(self, attack: Any, passes: int) -> Budgeted:
         """Return the attack within some passes, with steps of PGD that lead across the ball."""
         if hasattr(attack, "slopes") and self.random and self.threat.p != 1:
-            steps = max(passes // (2 * attack.attack.draws * self.networks), 1)
+            steps = max(passes // (2 * self.count.drawn(attack.attack.draws)), 1)
             attack = _changed(attack, step_size=2.5 * self.threat.eps / steps)
         return Budgeted(attack, max(passes, 1))
 
@@ -429,7 +449,7 @@ class Search:
         tried = [_changed(best, objective=objective) for objective in losses]
         yield from tried
         if self.random:  # its own noise smooths already
-            yield _changed(best, draws=MORE_DRAWS)
+            yield _changed(best, draws=MORE_DRAWS * self.draws // DRAWS)
             return
         yield from (view for view in others[:1] if view not in tried)
         if self.rugged:
@@ -446,7 +466,7 @@ class Search:
         costly = [any(getattr(c, name, 0) for name in COSTLY) for c in candidates]
         weights = [5 if more else 1 for more in costly]
         if self.random:
-            weights = [(c.attack.draws or 1) // DRAWS for c in candidates]  # type: ignore[attr-defined]
+            weights = [(c.attack.draws or 1) // self.draws for c in candidates]  # type: ignore[attr-defined]
         for weight, candidate in zip(weights, candidates, strict=True):
             share = weight * passes // sum(weights)
             attack, error = self._within(candidate, share - self._judging), ""
@@ -480,7 +500,7 @@ class Search:
     def _right(self, x_adv: Tensor, rows: Tensor) -> Tensor:
         runs, noise = [], self._noise()
         with restricted_to(self.defense, rows), own_streams(self.seed, x_adv.device):
-            for _ in range(PREDICTIONS if self.random else 1):
+            for _ in range(self._predictions):
                 right = self.defense(x_adv, noise).gather(1, self.y[rows, None])
                 runs.append(right[:, 0])
         return torch.stack(runs).mean(0).to(x_adv)

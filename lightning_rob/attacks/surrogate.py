@@ -103,7 +103,7 @@ ROUNDS = {"round", "floor", "ceil", "trunc", "fix", "sign", "sgn", "heaviside", 
 ROUNDS |= {"floor_divide", "__floordiv__"}
 REMAINS = {"remainder", "fmod", "frac", "__mod__"}  # what rounding takes away
 COMPARES = {"gt", "ge", "lt", "le", "greater", "greater_equal", "less", "less_equal"}
-# What computes with conditions and whole numbers as with others.
+# Operations on conditions and whole numbers as on other values.
 COMPUTES = {"mul", "add", "sub", "rsub", "__rsub__", "sum", "unsqueeze", "squeeze", "expand"}
 COMPUTES |= {"expand_as", "view", "reshape", "flatten", "permute", "transpose", "repeat"}
 NEGATES = {"logical_not", "bitwise_not", "__invert__"}
@@ -507,18 +507,21 @@ class SeenThrough(Defense):
     def sample_logits(
         self, x: Tensor, generator: Generator = None, draws: int | None = None
     ) -> tuple[Tensor, Tensor]:
+        if draws and type(self.defense).sample_logits is not Defense.sample_logits:
+            return self.logits(x, generator, draws), self.weights
         parts = [(self.logits(x, generator), self.weights) for _ in range(draws or 1)]
         decided = torch.stack([logits[0] for logits, _ in parts]).mean(0)[None]
         weights = torch.cat([weights[1:] / len(parts) for _, weights in parts])
         logits = torch.cat([decided, *(logits[1:] for logits, _ in parts)])
         return logits, torch.cat([weights.new_zeros(1), weights])
 
-    def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
+    def logits(self, x: Tensor, generator: Generator = None, draws: int | None = None) -> Tensor:
         """Compute predictions and the surrogate's logits [1 + n, B, K]; sets their `weights`."""
         wanted = x.requires_grad and torch.is_grad_enabled()
         view, (low, high) = self.view, self.view.threat.bounds
         with torch.enable_grad():
             inside = x if wanted else x.detach().requires_grad_()
+            of_each = self.defense.weights
             if view.copies:
                 with torch.no_grad():
                     parts = [self.defense(x, generator)[None]]
@@ -527,29 +530,33 @@ class SeenThrough(Defense):
                     moved = pinned(inside + noise, low, high)
                     parts.append(self.observed(moved, generator).logits)
             else:
-                seen = self.observed(inside, generator)
+                seen = self.observed(inside, generator, draws)
+                of_each = seen.weights
                 parts = [seen.decided[None].to(seen.logits), seen.logits]
         found = torch.cat(parts)
-        of_each = self.defense.weights if not view.stages else torch.ones(1)
+        of_each = of_each if not view.stages else torch.ones(1)
         shares = of_each.repeat((len(found) - 1) // len(of_each))
         self.weights = torch.cat([shares.new_zeros(1), shares / shares.sum()])
         return found if wanted else found.detach()
 
-    def observed(self, x: Tensor, generator: Generator = None) -> "Observed":
+    def observed(
+        self, x: Tensor, generator: Generator = None, draws: int | None = None
+    ) -> "Observed":
         """Return what a forward pass of images x [B, …] that need a gradient shows."""
         view, mode = self.view, _Surrogate(self.view.slopes, len(x))
         with mode, entering(self.defense, view.enter, x, self.stand_in):
-            logits = self.defense.logits(x, generator)
+            logits, weights = self.defense.sample_logits(x, generator, draws)
         own = custom_nodes(logits)
         for node in own if "custom" in view.slopes else ():
             _as_identity(node)
         values = [value for value in mode.values if value.shape[-1] == logits.shape[-1]]
-        decided = self.defense.rule(logits.detach(), self.defense.weights)
+        decided = self.defense.rule(logits.detach(), weights)
         if view.stages:
             if max(view.stages) >= len(values):
                 raise ValueError(f"stages {view.stages} of {len(values)} values: search again")
             logits = torch.cat([by_draw(values[place], len(x)) for place in view.stages])
-        return Observed(decided, logits, values, mode.met | ({"custom"} if own else set()))
+        mode.met |= {"custom"} if own else set()
+        return Observed(decided, logits, weights, values, mode.met)
 
 
 @dataclass(frozen=True)
@@ -558,6 +565,7 @@ class Observed:
 
     decided: Tensor  # [B, K]
     logits: Tensor  # [n, B, K]
+    weights: Tensor  # of the defense's draws
     values: list[Tensor]
     met: set[Slope]  # slopes that would change something
 

@@ -31,9 +31,11 @@ def gaussian_copies(x: Tensor, sigma: float, generator: Generator = None) -> Ten
     high, low = (_precise(uniform(x.float(), *x.shape[1:], generator=generator)) for _ in range(2))
     # The middle of one of 2^48 intervals, so never 0 or 1.
     u = (high * 2**24).floor() * 2.0**-24 + (low * 2**24).floor() * 2.0**-48 + 2.0**-49
-    places = ((_precise(x.detach()) + sigma * torch.special.ndtri(u)) / GRID).round()
-    noisy: Tensor = (places * GRID).to(x)
-    return noisy + (x - x.detach()) if x.requires_grad else noisy
+    # An attack that looks for what is rounded or detached should not find this.
+    with torch._C.DisableTorchFunction():
+        places = ((_precise(x.detach()) + sigma * torch.special.ndtri(u)) / GRID).round()
+        noisy: Tensor = (places * GRID).to(x)
+        return noisy + (x - x.detach()) if x.requires_grad else noisy
 
 
 def sampling_error(x: Tensor, sigma: float) -> float:

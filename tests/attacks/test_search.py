@@ -17,7 +17,8 @@ from lightning_rob.attacks.base import is_batch_separable
 from lightning_rob.attacks.folding import FoldingError
 from lightning_rob.attacks.nested import walk
 from lightning_rob.attacks.surrogate import SeenThrough, _Surrogate
-from lightning_rob.defenses import Ensemble, Single
+from lightning_rob.defenses import Defense, Ensemble, Single, Smoothing
+from lightning_rob.randomness import normal
 from lightning_rob.rules import majority, mean_logits, mean_probs, random_member
 from lightning_rob.runtime.errors import NoGradientError, ZeroGradientWarning
 from lightning_rob.threat import Threat
@@ -124,6 +125,35 @@ def test_outputs_of_members_hide_nothing(rule):
     members[1] = Through(members[1], **FAULTS["rounding"])
     result = Auto(THREAT, passes).find(Ensemble(members, rule=rule), x, y, seeded())
     assert "rounding operations" in result.findings
+
+
+class Drawn(Defense):
+    """Votes of three noisy copies of an image, as a user would write it."""
+
+    def __init__(self, net):
+        super().__init__(torch.full((3,), 1 / 3), majority)
+        self.net = net
+
+    def logits(self, x, generator=None):
+        copies = (x + 0.02 * normal(x, *x.shape[1:], generator=generator) for _ in self.weights)
+        return torch.stack([self.net(copy) for copy in copies])
+
+
+@pytest.mark.parametrize("made", [Drawn, lambda net: Smoothing(net, 0.02, draws=5)])
+def test_a_random_defense_hides_nothing(made):
+    """What its networks round is found; where nothing is hidden the schedule gets all passes."""
+    x, y = images(IMAGES, seed=4)
+    plain = Auto(THREAT, PASSES).find(made(trained_net(1)), x, y, seeded())
+    assert plain.findings == () and len(plain.trail) == 1
+    hiding = made(Through(trained_net(1), **FAULTS["rounding"]))
+    found = Auto(THREAT, PASSES).find(hiding, x, y, seeded())
+    assert found.findings == ("rounding operations",)
+    left, of_plain = (
+        right(one, result.x_adv, y).mean()
+        for one, result in ((hiding, found), (made(trained_net(1)), plain))
+    )
+    assert left <= of_plain + 0.1
+    assert sum(trial.passes for trial in found.trail) <= PASSES
 
 
 class Mean(nn.Module):
