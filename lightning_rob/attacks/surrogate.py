@@ -293,6 +293,12 @@ def _as_if_smooth(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         return 1 - _soft(first)
     if name in JOINS:
         return _soft(first) * _soft(second)
+    if name in ("eq", "ne"):  # of two choices among classes
+        a, b = _hidden(first), _hidden(second)
+        if a is None or b is None or a.shape != b.shape or a.dim() != first.dim() + 1:
+            return None
+        same = (softmax(a, -1) * softmax(b, -1)).sum(-1)
+        return same if name == "eq" else 1 - same
     if name == "where" and len(args) == 3:
         # Also x.where(condition, other).
         condition, a, b = args if _hidden(first) is not None else (second, first, args[2])

@@ -354,6 +354,10 @@ def slope(function, *slopes):
 BOOK = torch.tensor([[0.0, 1.0], [2.0, 4.0]])  # of vector quantization
 
 
+def differ(x):
+    return (x.argmax(1) != x.square().argmax(1)).float()
+
+
 def stepped(x):
     z = torch.zeros_like(x)
     z[x > 0] = 1
@@ -386,6 +390,11 @@ def test_slopes():
         (lambda x: torch.zeros(2, 2).masked_fill_(x > 0, 2.0), ("rounding",), 2 * ones),
         (stepped, ("rounding",), ones),
         (lambda x: BOOK[x.argmin(1)], ("rounding",), gradient(lambda x: (-x).softmax(1) @ BOOK)),
+        (
+            differ,
+            ("rounding",),
+            gradient(lambda x: 1 - (x.softmax(1) * x.square().softmax(1)).sum(1)),
+        ),
         (lambda x: torch.heaviside(x, torch.ones(())), ("rounding",), ones),
         (lambda x: torch.bernoulli(x.sigmoid()), ("rounding",), gradient(torch.sigmoid)),
         (lambda x: x - x % 0.25, ("rounding",), ones),
