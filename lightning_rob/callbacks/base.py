@@ -131,8 +131,8 @@ class EvaluationCallback(Callback, ABC):
             )
         if stage == "fit" and 0 < (trainer.max_epochs or 0) < self.every_n_epochs:
             rank_zero_info(
-                f"{name} will not attack: it does so in every {self.every_n_epochs}th epoch, and this "
-                f"fit has {trainer.max_epochs}; lower its every_n_epochs, or test afterwards"
+                f"{name} will not attack: it does so in every {self.every_n_epochs}th epoch, and "
+                f"this fit has {trainer.max_epochs}; lower its every_n_epochs, or test afterwards"
             )
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         averaging = [c for c in callbacks if isinstance(c, WeightAveraging)]

@@ -29,9 +29,9 @@ def read_checkpoint(path: str) -> dict[str, Any]:
         raise InputError(str(error)) from error
     if not (isinstance(checkpoint, dict) and isinstance(checkpoint.get("state_dict"), dict)):
         raise InputError(
-            f"{path} is not a Lightning checkpoint: it has no state_dict. Of weights alone build the "
-            "network in Python and read them by load_weights(net, FILE), or name both in a recipe "
-            "such as `assembled` (docs/commands.md, Networks from elsewhere)"
+            f"{path} is not a Lightning checkpoint: it has no state_dict. Of weights alone build "
+            "the network in Python and read them by load_weights(net, FILE), or name both in a "
+            "recipe such as `assembled` (docs/commands.md, Networks from elsewhere)"
         )
     return checkpoint
 
