@@ -127,6 +127,7 @@ class Search:
     ) -> None:
         self.threat, self.defense, self.classes = threat, defense, classes
         self.x, self.y, self.generator = x, y, generator
+        self.at = x  # where forward passes are looked at
         # Noise of its own, so that the attack that is found draws the same when it runs alone.
         self.seed = int(torch.randint(2**62, ())) if generator is None else seed_of(generator)
         self.networks, self.drawn = len(defense.weights), drawn
@@ -180,6 +181,10 @@ class Search:
             self.blocked = True
         right = best.right if attacks else self._right(x, everyone)
         self._note("first", first, right, opening + self._judging)
+        if not alone and self._varies(best.x_adv[:PROBED], positions(x)[:PROBED]):
+            self.random, self.at = True, best.x_adv  # noise that clean images do not show
+            restore()
+            return self.run(first, opening, passes, plan)
         standing = (right > 0).nonzero()[:, 0]
         if not len(standing):
             return self._found(best.x_adv, first)
@@ -270,13 +275,14 @@ class Search:
 
     def _views(self, rows: Tensor) -> list[SurrogateGradient]:
         """Look at forward passes of a few images; return what their findings call for."""
-        x = self.x[rows]
+        x = self.at[rows]
         hard: tuple[Slope, ...] = ()
         with restricted_to(self.defense, rows), own_streams(self.seed, x.device):
-            if self.drawn:
-                self.random = True
-            else:
+            self.random = self.random or self.drawn
+            if not self.random:
                 self._look_for_noise(x)
+            elif not self.drawn:
+                self.findings = ["noise of its own"]
             margin: Attack = APGD(self.threat, objective=self.margin, early_stop=not self.together)
             if self.random:
                 # Step sizes that follow a noisy objective shrink too soon; momentum averages draws.
@@ -318,6 +324,12 @@ class Search:
     def _logits(self, x: Tensor) -> Tensor:
         self.spent += self.networks
         return self.defense.logits(x, self._noise()).nan_to_num()  # NaN equals nothing
+
+    def _varies(self, x: Tensor, rows: Tensor) -> bool:
+        """Return whether a second prediction of images by some of their rows differs."""
+        with restricted_to(self.defense, rows), own_streams(self.seed, x.device):
+            logits, again = self._logits(x), self._logits(x)
+        return float((again - logits).abs().max()) > APART * float(spread(logits).max())
 
     def _look_for_noise(self, x: Tensor) -> None:
         """Find out whether equal noise gives equal logits, and whether another batch does."""

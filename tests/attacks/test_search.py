@@ -426,6 +426,23 @@ def test_tiny_noise_hides_nothing():
     assert left[1] <= left[0] + 3.1 / IMAGES
 
 
+def test_noise_that_clean_images_do_not_show():
+    """A network that draws noise where it is not sure: one prediction of its images is no proof."""
+    (x, y), net = images(3 * IMAGES, seed=4), trained_net(1)
+
+    def sure(z):
+        return z.softmax(1).amax(1, keepdim=True)
+
+    with torch.no_grad():
+        confidence, rows = sure(net(x))[:, 0].topk(IMAGES)
+    x, y, least = x[rows], y[rows], confidence.min() - 0.01
+    noisy = Through(net, after=lambda z: z + 2 * (sure(z) < least) * torch.randn_like(z))
+    found = Auto(THREAT, PASSES).find(Single(noisy), x, y, seeded())
+    assert "noise of its own" in found.findings
+    left = right(Single(noisy), found.x_adv.repeat(30, 1, 1, 1), y.repeat(30)).mean()
+    assert abs(left - found.trail[-1].left) < 0.1
+
+
 def test_noise_of_a_network_in_l1():
     """There PGD is weak on images of usual size, and many short runs are not."""
     (x, y), threat = images(IMAGES, seed=4), Threat("l1", 2.0)
