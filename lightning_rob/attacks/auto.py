@@ -178,7 +178,8 @@ class Auto(Attack):
             rounds = min(max(isqrt(self.passes // (PER_MODEL * members)), 1), ROUNDS)
             each = max(self.passes // rounds, 1)
             # Confident errors outlast an adaptation: no image stops at its first error.
-            inner: Attack = Budgeted(APGD(self.threat, early_stop=False), each)
+            loss, _ = losses_of_rule(defense.adapted_model.rule, members)
+            inner: Attack = Budgeted(APGD(self.threat, objective=loss, early_stop=False), each)
             backward = attack_gradients(defense.adapted_model)
             return GMSA(WithBackward(inner, backward) if backward else inner, rounds=rounds)
         if kind == "random":

@@ -60,6 +60,10 @@ class ObjectiveGradient:
         self, defense: Defense, x: Tensor, y: Tensor, generator: Generator, check: bool = False
     ) -> Tensor:
         """Return the objective [B] of images [B, C, H, W] with labels [B]."""
+        if _draws_a_rule(defense) and reduction_of(self.objective) is None:
+            parts = [(share, part) for share, part in defense.components() if share]
+            values = [share * self.value(part, x, y, generator, check) for share, part in parts]
+            return torch.stack(values).sum(0)
         logits, weights = defense.sample_logits(x, generator, self.draws)
         return self._of(logits, weights, y, check)
 
@@ -69,7 +73,8 @@ class ObjectiveGradient:
         """Return the objective and its gradient at images [B, C, H, W] with labels [B]."""
         seen = _seen.get()
         before = len(seen or ())
-        if len(defense.components()) > 1 and reduction_of(self.objective):
+        splits = reduction_of(self.objective) is not None or _draws_a_rule(defense)
+        if len(defense.components()) > 1 and splits:
             at = self._of_mixture(defense, x, y, generator, check)
         else:
             x = x.detach().requires_grad_()
@@ -99,8 +104,9 @@ class ObjectiveGradient:
         self, defense: Defense, x: Tensor, y: Tensor, generator: Generator, check: bool
     ) -> ObjectiveAt:
         """Evaluate the parts in turn, so that memory does not grow with their number."""
-        smallest = reduction_of(self.objective) == "min"
-        value = x.new_full((len(x),), torch.inf)
+        reduction = reduction_of(self.objective)
+        smallest = reduction == "min"
+        value = x.new_full((len(x),), torch.inf if smallest else 0.0)
         gradient, draws = torch.zeros_like(x), []
         deciders: tuple[Draws, ...] = ()
         for share, member in defense.components():
@@ -113,15 +119,27 @@ class ObjectiveGradient:
                 gradient = choose(part.value < value, part.gradient, gradient)
                 value = torch.where(part.value < value, part.value, value)
             else:
-                gradient = gradient + share * part.gradient
+                value, gradient = value + share * part.value, gradient + share * part.gradient
             draws.append((part.logits, share * part.weights))
             deciders += part.deciders
         logits, weights = (torch.cat(values) for values in zip(*draws, strict=True))
-        if not smallest:  # as `value`: what continues a small objective is not linear in the parts
+        if (
+            reduction == "mean"
+        ):  # as `value`: what continues a small objective is not linear in the parts
             value = self._of(logits, weights, y, check=False)
         if defense.rule is not random_member:  # the parts' predictions are pooled
             deciders = ((defense.rule, logits, weights),)
         return ObjectiveAt(value, gradient, logits, weights, deciders)
+
+
+def _draws_a_rule(defense: Defense) -> bool:
+    """Return whether a mixture draws one of several parts that each decide by their own draws.
+
+    An objective over all draws, such as that of a vote, is then one of each part, and its mean.
+    """
+    parts = defense.components()
+    several = any(len(part.weights) > 1 for _, part in parts)
+    return len(parts) > 1 and defense.rule is random_member and several
 
 
 @contextmanager

@@ -201,10 +201,11 @@ def suite_for(
     pgd = PGD(threat, steps, step_across(threat.eps, steps, 4))
     if kind == "transductive":  # most papers report a transfer attack
         pgd = replace(pgd, keep_best=True)
+        loss, _ = losses_of_rule(defense.adapted_model.rule, len(defense.weights))
         own: dict[str, Attack] = {
             "noise": RandomStart(threat),
             "transfer": TransferFromStatic(pgd),
-            "gmsa_avg": GMSA(APGD(threat, 2 * steps, early_stop=False), rounds=5),
+            "gmsa_avg": GMSA(APGD(threat, 2 * steps, loss, early_stop=False), rounds=5),
             "unbounded": GMSA(_unbounded(pgd), rounds=2),
         }
         if not defense.may_reject:

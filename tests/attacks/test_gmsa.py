@@ -10,18 +10,19 @@ from torch.nn.functional import cross_entropy
 from lightning_rob.attacks import GMSA, PGD, Attack
 from lightning_rob.attacks.contexts import attacking
 from lightning_rob.attacks.gradient import ObjectiveGradient
-from lightning_rob.defenses import Defense, Mixture, RandomTransforms, Single
+from lightning_rob.defenses import Defense, Ensemble, Mixture, RandomTransforms, Single
 from lightning_rob.defenses.copies import original
 from lightning_rob.objectives import (
     TargetedMargin,
     ce_of_mean_probs,
+    ce_of_votes,
     confident,
     expected_ce,
     min_confidence,
     worst_ce,
 )
 from lightning_rob.randomness import Streams
-from lightning_rob.rules import mean_probs
+from lightning_rob.rules import majority, mean_probs
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import GaussianNoise
 
@@ -92,6 +93,20 @@ def test_part_by_part_is_the_same_as_all_at_once(objective):
         (whole,) = torch.autograd.grad(expected.sum(), leaf)
     torch.testing.assert_close(part_by_part.value, expected.detach(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(part_by_part.gradient, whole, rtol=1e-4, atol=1e-6)
+
+
+def test_the_loss_of_a_vote_is_one_of_each_model():
+    """Adapted ensembles vote by themselves: their votes are not counted together."""
+    x, y = batch()
+    voters = [Ensemble([net(i), net(i + 1), net(i + 2)], rule=majority) for i in (0, 3)]
+    space, objective = Mixture(voters, [0.25, 0.75]), ObjectiveGradient(ce_of_votes)
+    with attacking(space) as space:
+        first, second = (objective(part, x, y, None) for part in space.defenses)
+        found, value = objective(space, x, y, None), objective.value(space, x, y, None)
+    expected = 0.25 * first.value + 0.75 * second.value
+    torch.testing.assert_close(found.value, expected)
+    torch.testing.assert_close(value, expected)
+    torch.testing.assert_close(found.gradient, 0.25 * first.gradient + 0.75 * second.gradient)
 
 
 class Scripted(Defense):

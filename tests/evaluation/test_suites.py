@@ -36,7 +36,7 @@ from lightning_rob.evaluation.suites import (
     suite_for,
 )
 from lightning_rob.nets import SmallCNN
-from lightning_rob.objectives import linear
+from lightning_rob.objectives import ce_of_votes, linear
 from lightning_rob.randomness import uniform
 from lightning_rob.rules import (
     VOTING_RULES,
@@ -221,11 +221,21 @@ def test_auto_without_a_gradient_and_a_search():
         assert right(defense, found.x_adv, y).mean() < right(defense, x, y).mean() - 0.04
 
 
+class Voting(Ensemble):
+    """Members that adapt, in name, and vote."""
+
+    def adapt(self, x, generator=None):
+        return self
+
+
 def test_auto_leaves_the_rounds_to_the_evaluation():
     defense, auto = DENT(SmallCNN(4, 3, 4)), Auto(THREAT, 100)
     schedule = auto.schedule(defense)
     assert isinstance(schedule, GMSA)
     assert schedule.inner.passes * schedule.rounds == 100
+    voting = Voting([SmallCNN(4, 3, 4) for _ in range(3)], rule=majority)
+    inner = auto.schedule(voting).inner.attack, suite_for(voting, THREAT).attacks["gmsa_avg"].inner
+    assert [attack.objective for attack in inner] == [ce_of_votes] * 2
     with pytest.raises(TypeError, match=r"DENT adapts to whole batches: attack it by Auto"):
         auto(defense, torch.rand(2, 3, 8, 8), torch.zeros(2, dtype=torch.long))
 
