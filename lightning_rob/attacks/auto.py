@@ -74,9 +74,9 @@ class Auto(Attack):
 
     With fewer than 400 passes for each network, on transformation ensembles and on random
     transforms only the attacks for the kind run, and on other defenses that draw their classifiers
-    unless a forward pass shows something. A search
-    compares candidates on some images, so that the result of an image depends on its batch; `find`
-    returns what was found, as an attack that does not.
+    unless a forward pass shows something. A search compares candidates on some images, so that the
+    result of an image depends on its batch; `find` returns what was found, as an attack that does
+    not.
 
     Args:
         threat: linf, l2 or l1, in pixel units.

@@ -123,9 +123,8 @@ class ObjectiveGradient:
             draws.append((part.logits, share * part.weights))
             deciders += part.deciders
         logits, weights = (torch.cat(values) for values in zip(*draws, strict=True))
-        if (
-            reduction == "mean"
-        ):  # as `value`: what continues a small objective is not linear in the parts
+        # As `value`: the continuation of a small objective is not linear in the parts.
+        if reduction == "mean":
             value = self._of(logits, weights, y, check=False)
         if defense.rule is not random_member:  # the parts' predictions are pooled
             deciders = ((defense.rule, logits, weights),)

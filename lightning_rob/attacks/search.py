@@ -156,7 +156,14 @@ class Search:
         shares: list[float] = [*SHARES]
         if self.drawn and len(views) == 1:  # nothing is hidden
             whole = plan(passes - self.spent)
-            x_adv, right = self._alone(whole, restore)
+            try:
+                x_adv, right = self._alone(whole, restore)
+            except RuntimeError as error:
+                if not lacks_gradient(error):
+                    raise
+                self.findings.append(NO_GRADIENT)
+                whole = Budgeted(Square(self.threat), passes - self.spent)
+                x_adv, right = self._alone(whole, restore)
             self._note("first", whole, right, passes - self.spent)
             return self._found(x_adv, whole)
         if self.random and (self.drawn or isinstance(self.defense, Single)):
