@@ -156,6 +156,14 @@ def test_a_random_defense_hides_nothing(made):
     assert sum(trial.passes for trial in found.trail) <= PASSES
 
 
+def test_a_random_defense_without_a_gradient_is_left_to_square():
+    x, y = images(IMAGES, seed=4)
+    cut = Drawn(Through(trained_net(1), before=torch.inference_mode()(lambda x: 1 * x)))
+    found = Auto(THREAT, PASSES).find(cut, x, y, seeded())
+    assert search.NO_GRADIENT in found.findings
+    assert right(cut, found.x_adv, y).mean() < right(cut, x, y).mean()
+
+
 class Mean(nn.Module):
     """A network that sees inverted images, or the mean of an image's levels."""
 
