@@ -134,8 +134,8 @@ class Auto(Attack):
         # The climb and ARC drop images, which labels behind which a defense rejects do not allow.
         if kind == "single" or (kind == "randomized" and per_image_layers(defense)):
             first = Budgeted(self._apgd(defense), opening)
-        search = Search(self.threat, defense, x, y, generator, classes, drawn)
-        return self._noted(search.run(first, opening, passes, plan))
+        search = Search(self.threat, defense, x, y, generator, classes, passes, plan, drawn)
+        return self._noted(search.run(first, opening))
 
     def __call__(
         self, defense: Defense, x: Tensor, y: Tensor, generator: Generator = None

@@ -112,6 +112,9 @@ class Search:
     Args:
         defense: the defense inside `attacking`.
         classes: their number.
+        passes: the largest number of passes of an image.
+        plan: function that makes the attacks for the kind of defense, for a number of passes. They
+            take the place of the winners where several networks hide nothing.
         drawn: whether the defense draws its classifiers.
     """
 
@@ -123,13 +126,17 @@ class Search:
         y: Tensor,
         generator: Generator,
         classes: int,
+        passes: int,
+        plan: Callable[[int], Attack],
         drawn: bool = False,
     ) -> None:
         self.threat, self.defense, self.classes = threat, defense, classes
+        self.passes, self.plan = passes, plan
         self.x, self.y, self.generator = x, y, generator
         self.at = x  # where forward passes are looked at
         # Noise of its own, so that the attack that is found draws the same when it runs alone.
         self.seed = int(torch.randint(2**62, ())) if generator is None else seed_of(generator)
+        self.restore = restoring(generator)
         self.networks, self.drawn = len(defense.weights), drawn
         self.count = PassCount(defense, x, classes)
         again = type(defense).sample_logits is Defense.sample_logits  # all draws of a prediction
@@ -143,103 +150,129 @@ class Search:
         self.learners: list[SurrogateGradient] = []  # with a network in the place of a part
         self.spent = 0  # passes of an image, at most
 
-    def run(
-        self, first: Attack, opening: int, passes: int, plan: Callable[[int], Attack]
-    ) -> AutoResult:
-        """Attack all images by `first`, within its passes, and by what is found, within all.
-
-        `plan` makes an attack for a number of passes. Where several networks hide nothing, it makes
-        the last attack, in the place of the winners.
-        """
-        x, restore = self.x, restoring(self.generator)
-        views = self._views(positions(x)[:PROBED])
-        shares: list[float] = [*SHARES]
+    def run(self, first: Attack, opening: int) -> AutoResult:
+        """Attack all images by `first`, within `opening` passes, and by what is found."""
+        views = self._views(positions(self.x)[:PROBED])
         if self.drawn and len(views) == 1:  # nothing is hidden
-            whole = plan(passes - self.spent)
-            try:
-                x_adv, right = self._alone(whole, restore)
-            except RuntimeError as error:
-                if not lacks_gradient(error):
-                    raise
-                self.findings.append(NO_GRADIENT)
-                whole = Budgeted(Square(self.threat), passes - self.spent)
-                x_adv, right = self._alone(whole, restore)
-            self._note("first", whole, right, passes - self.spent)
-            return self._found(x_adv, whole)
+            return self._planned()
+        shares: list[float] = [*SHARES]
         if self.random and (self.drawn or isinstance(self.defense, Single)):
             start, *shares = OF_RANDOM
-            opening = int(start * passes)
+            opening = int(start * self.passes)
             first = self._within(views[0], opening)
-        everyone, best = positions(x), Best(x.clone(), x.new_full((len(x),), torch.inf))
-        # Where one prediction is no proof, or images belong together, one attack has to do.
-        alone, attacks = self.random or self.together, [first]
+        best = self._opened(first)
+        if best is None:
+            opening = 2 * self.networks
+            views += [view for view in self.entries if view not in views]
+        x_adv = self.x if best is None else best.x_adv
+        right = self._right(x_adv, positions(x_adv)) if best is None else best.right
+        self._note("first", first, right, opening + self._judging)
+        if not self._one_attack and self._varies(x_adv[:PROBED], positions(x_adv)[:PROBED]):
+            self.random, self.at = True, x_adv  # noise that clean images do not show
+            self.restore()
+            return self.run(first, opening)
+        standing = (right > 0).nonzero()[:, 0]
+        if not len(standing):
+            return self._found(x_adv, first)
+        rows = positions(x_adv) if self.together else standing[:IMAGES]
+        winners = self._searched(views, rows, shares)
+        return self._finished(first, best, winners)
+
+    @property
+    def _one_attack(self) -> bool:
+        """Whether one attack has to do: a prediction is no proof, or images belong together."""
+        return self.random or self.together
+
+    def _planned(self) -> AutoResult:
+        """Attack all images by the attack for their defense, or by Square without a gradient."""
+        passes = self.passes - self.spent
+        attack = self.plan(passes)
         try:
-            if alone:
-                best.x_adv, best.right = self._alone(first, restore)
+            x_adv, right = self._alone(attack)
+        except RuntimeError as error:
+            if not lacks_gradient(error):
+                raise
+            self.findings.append(NO_GRADIENT)
+            attack = Budgeted(Square(self.threat), passes)
+            x_adv, right = self._alone(attack)
+        self._note("first", attack, right, passes)
+        return self._found(x_adv, attack)
+
+    def _opened(self, first: Attack) -> Best | None:
+        """Return the images of the first attack; None if no gradient leads to them."""
+        x = self.x
+        best = Best(x.clone(), x.new_full((len(x),), torch.inf))
+        try:
+            if self._one_attack:
+                best.x_adv, best.right = self._alone(first)
             else:
                 best.improve(first, 0, self.defense, x, self.y, self.generator)
         except RuntimeError as error:  # a surrogate may have a gradient
             if not lacks_gradient(error):
                 raise
-            restore()  # for what is found runs without this attack
-            attacks, opening = [], 2 * self.networks
+            self.restore()  # for what is found runs without this attack
             self.findings.append(NO_GRADIENT)
-            views += [view for view in self.entries if view not in views]
             self.blocked = True
-        right = best.right if attacks else self._right(x, everyone)
-        self._note("first", first, right, opening + self._judging)
-        if not alone and self._varies(best.x_adv[:PROBED], positions(x)[:PROBED]):
-            self.random, self.at = True, best.x_adv  # noise that clean images do not show
-            restore()
-            return self.run(first, opening, passes, plan)
-        standing = (right > 0).nonzero()[:, 0]
-        if not len(standing):
-            return self._found(best.x_adv, first)
-        rows = everyone if self.together else standing[:IMAGES]
-        several = self.networks > 1 and not alone
-        plain = several and not self.findings and not self._is_rugged(views[0], rows[:PROBED])
-        judged = [] if plain else self._judged(views, rows, shares, passes)
+            return None
+        return best
+
+    def _searched(
+        self, views: list[SurrogateGradient], rows: Tensor, shares: list[float]
+    ) -> list[tuple[float, Attack]]:
+        """Return the winners with their shares; none where several networks hide nothing."""
+        several = self.networks > 1 and not self._one_attack
+        if several and not self.findings and not self._is_rugged(views[0], rows[:PROBED]):
+            return []
+        judged = self._judged(views, rows, shares)
         if several and judged:
             found = judged[0].attack
-            plain = hasattr(found, "slopes") and replace(found, attack=views[0].attack) == views[0]
-        winners = [] if plain else self._winners(judged)[: 1 if alone else None]
-        free = passes - self.spent - max(len(winners), 1) * self._judging
+            if hasattr(found, "slopes") and replace(found, attack=views[0].attack) == views[0]:
+                return []
+        return self._winners(judged)[: 1 if self._one_attack else None]
+
+    def _finished(
+        self, first: Attack, best: Best | None, winners: list[tuple[float, Attack]]
+    ) -> AutoResult:
+        """Attack the images that stand by the winners; `best` is of the first attack, if it ran."""
+        free = self.passes - self.spent - max(len(winners), 1) * self._judging
         # Slopes that say little lead into the neighbourhood of an image that fools, and no further.
-        entered = several and any(getattr(attack, "enter", ()) for _, attack in winners)
-        rough = self.rugged and not entered
-        local = int(LOCAL * free) if rough and self._scored and not alone else 0
+        entered = self.networks > 1 and any(getattr(one, "enter", ()) for _, one in winners)
+        rough = self.rugged and self._scored and not self._one_attack and not entered
+        local = int(LOCAL * free) if rough else 0
         free, total = free - local, sum(share for share, _ in winners)
         parts = [(attack, int(share / total * free)) for share, attack in winners]
         finals: list[tuple[Attack, int]]
         finals = [(self._within(a, n), n) for a, n in parts if n >= a.least(self.count)]
-        if plain:  # all losses of the rule of several networks are better than one of them
-            finals = [(plan(free), free)]
-        if alone and finals:
-            ((final, given),), before = finals, float(best.right.mean())
-            x_adv, right = self._alone(final, restore)
+        if not winners:  # all losses of the rule of several networks are better than one of them
+            finals = [(self.plan(free), free)]
+        if self._one_attack and finals:
+            final, given = finals[0]
+            x_adv, right = self._alone(final)
             self._note("winner", final, right, given)
-            if float(right.mean()) <= before or not attacks:
+            if best is None or float(right.mean()) <= float(best.right.mean()):
                 return self._found(x_adv, final)
             return self._found(best.x_adv, first)
+        attacks = [] if best is None else [first]
+        best = best or Best(self.x.clone(), self.x.new_full((len(self.x),), torch.inf))
         for turn, (final, given) in enumerate(finals, len(attacks)):
-            best.improve(final, turn, self.defense, x, self.y, self.generator)
+            best.improve(final, turn, self.defense, self.x, self.y, self.generator)
             self._note("winner", final, best.right, given)
         chosen = (*attacks, *(final for final, _ in finals)) or (first,)
         return self._from_there(chosen[0] if len(chosen) == 1 else Strongest(chosen), best, local)
 
     def _judged(
-        self, views: list[SurrogateGradient], rows: Tensor, shares: list[float], passes: int
+        self, views: list[SurrogateGradient], rows: Tensor, shares: list[float]
     ) -> list[Judged]:
         """Try views, and variants of the best ones unless they fool all images; best first."""
-        judged = self._round("1", list(self._candidates(views)), rows, int(shares[0] * passes))
+        judged = self._round("1", list(self._candidates(views)), rows, int(shares[0] * self.passes))
         judged.sort(key=lambda one: one.left)  # stable: the earlier one wins ties
         if not judged or judged[0].left > 0:
             climbs = bool(judged) and not self.random
             self.rugged = climbs and self._is_rugged(judged[0].attack, rows[:PROBED])
             if self.rugged:
                 self.findings.append("slopes that say little of how predictions change")
-            variants = list(self._variants(judged, int(LEARNING * passes)))
-            judged += self._round("2", variants, rows, int(shares[1] * passes))
+            variants = list(self._variants(judged, int(LEARNING * self.passes)))
+            judged += self._round("2", variants, rows, int(shares[1] * self.passes))
             judged.sort(key=lambda one: one.left)
         return judged
 
@@ -500,9 +533,9 @@ class Search:
             self._note(turn, attack, right, share, error)
         return judged
 
-    def _alone(self, attack: Attack, restore: Callable[[], object]) -> tuple[Tensor, Tensor]:
+    def _alone(self, attack: Attack) -> tuple[Tensor, Tensor]:
         """Attack all images as the attack does when it runs by itself; as `_tried`."""
-        restore()
+        self.restore()
         with own_streams(self.seed, self.x.device):
             x_adv = attack.perturb(self.defense, self.x, self.y, self.generator)
         return x_adv, self._right(x_adv, positions(x_adv))

@@ -18,7 +18,7 @@ from lightning_rob.callbacks.images import Images, Inputs
 from lightning_rob.callbacks.progress import AttackProgress
 from lightning_rob.defenses import Defense
 from lightning_rob.evaluation.evaluate import as_defense
-from lightning_rob.evaluation.evaluator import EvaluationSettings, check_names
+from lightning_rob.evaluation.evaluator import EvaluationSettings, check_attacks
 from lightning_rob.evaluation.groups import GROUP_SIZE, Batch, Unpack
 from lightning_rob.randomness import own_streams
 from lightning_rob.runtime.errors import at_least
@@ -245,5 +245,5 @@ def with_threat(
         attacks = {name: attack.rescaled(pixels(eps), norm) for name, attack in attacks.items()}
     elif norm is not None and norm_order(norm):  # raises for an unknown one
         raise ValueError(f"norm {norm} needs a radius in its units: give eps too")
-    check_names(attacks)  # the radius too
+    check_attacks(attacks)
     return dict(attacks)

@@ -20,8 +20,8 @@ from lightning_rob.evaluation.evaluator import (
     AttackedBatch,
     EvaluationSettings,
     Evaluator,
+    check_attacks,
     check_indices,
-    check_names,
     device_of,
     evaluation_precision,
 )
@@ -134,7 +134,7 @@ def evaluate(
         first = [*islice(groups, 1)]
         groups, random = chain(first, groups), any(_is_random(defense, *one) for one in first)
         attacks = attacks_by_name(attacks, defense, Threat(norm, eps or 0.0), random)
-    check_names(attacks)
+    check_attacks(attacks)
     details = {**settings.asdict(), "precision": evaluation_precision()}
     folder, device, count = None, device_of(defense), 0
     if resume is not None:

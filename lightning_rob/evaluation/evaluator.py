@@ -104,8 +104,8 @@ class EvaluationSettings:
         return own | {"protocol": repr(self.protocol) if self.protocol else None}
 
 
-def check_names(attacks: Mapping[str, Attack]) -> None:
-    """Raise ValueError for no attacks at all, or a name that a record uses for something else."""
+def check_attacks(attacks: Mapping[str, Attack]) -> None:
+    """Raise ValueError for no attacks, a ball that holds all images, or a name that is taken."""
     if not isinstance(attacks, Mapping):
         raise TypeError(f"attacks must be a dict, name -> attack, got {type(attacks).__name__}")
     for name, attack in attacks.items():
@@ -350,7 +350,10 @@ class Evaluator:
             return
         self.to_check.discard(name)
         target = CheckTarget(self.subject, self.bounds, self.settings.seed)
-        if name != CLEAN:
+        if name == CLEAN:
+            rows = _spread(x, CHECKED)
+            found = checked(target, x[rows], y[rows], index[rows])
+        else:
             # Gradients may be wrong on attacked images only, or in large batches only.
             some = slice(TRIED)
             found = checked(target, x[some], y[some], index[some], (randomness,))
@@ -358,14 +361,10 @@ class Evaluator:
             # The slope again, for a network may tamper with gradients of perturbed images only.
             rows = _spread(x, CHECKED_ATTACKED)
             found += checked(target, x[rows], y[rows], index[rows], (slope,), directions=2)
-            known = {finding.name for finding in self.findings}
-            found = [one for one in found if one.flagged and not self._is_averaged(one)]
-            self.findings += [one for one in found if one.name not in known]
-            return
-        rows = _spread(x, CHECKED)
-        found = checked(target, x[rows], y[rows], index[rows])
-        self.findings = [one for one in found if one.flagged and not self._is_averaged(one)]
-        cut = any(finding.name == "bounds" for finding in self.findings)
+        known = {finding.name for finding in self.findings}
+        found = [one for one in found if one.flagged and not self._is_averaged(one)]
+        self.findings += [one for one in found if one.name not in known]
+        cut = name == CLEAN and any(finding.name == "bounds" for finding in self.findings)
         if cut and not self.joint:
             self.inside = InsideBounds(HAIR * (self.bounds[1] - self.bounds[0]), self.bounds)
             self.recovered |= set(self.attacks)
