@@ -5,11 +5,11 @@
     lightning-rob leaderboard benchmarks/leaderboard/digits --evaluate
 
 Each training goes into a folder of its own, with submission.yaml and last.ckpt; one that is there
-is left alone. digits_scores.json has the scores of 59 trainings with seeds 0 to 2, whose models are
-not here: more trainings are ranked among them by --beside. The cost is counted: forward and
-backward passes of a training image through one network, by the training itself (what a defense
-learns at the test is in its prediction). Epochs are chosen so that it comes near the protocol's
-limit and stays below.
+is left alone, and one that was stopped goes on from its last epoch. digits_scores.json has the
+scores of 59 trainings with seeds 0 to 2, whose models are not here: more trainings are ranked among
+them by --beside. The cost is counted: forward and backward passes of a training image through one
+network, by the training itself (what a defense learns at the test is in its prediction). Epochs are
+chosen so that it comes near the protocol's limit and stays below.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import shutil
 from pathlib import Path
 
 import yaml
+from lightning.pytorch import Trainer
 
 from lightning_rob import nets
 from lightning_rob.cli.main import main as run_cli
@@ -134,6 +135,8 @@ class Passes:
 
     def __init__(self):
         self.count = 0
+        self.save = Trainer.save_checkpoint
+        Trainer.save_checkpoint = lambda *given, **named: self.saved(*given, **named)
         for kind in (nets.SmallCNN, nets.MNISTNet, nets.AthenaCNN, nets.DANNNet, nets.ResNet):
             self.watch(kind)
 
@@ -153,10 +156,18 @@ class Passes:
     def backward(self, gradient):
         self.count += len(gradient)
 
+    def saved(self, trainer, path, *rest, **named):
+        """Write the count beside each checkpoint, for a training that goes on from it."""
+        self.save(trainer, path, *rest, **named)
+        Path(path).with_suffix(".passes").write_text(str(self.count))
+
 
 def train(folder, images, common, name, seed, paper, recipes, epochs, options, passes):
     draft = folder.with_name(f".{folder.name}")
-    shutil.rmtree(draft, ignore_errors=True)
+    # One that was killed before its count was written begins anew.
+    begun = [path for path in draft.rglob("last.ckpt") if path.with_suffix(".passes").exists()]
+    if not begun:
+        shutil.rmtree(draft, ignore_errors=True)
     stages = STAGES.get(name, 1)
     args = [f"--config={part}" for part in recipes.split()] + common + options
     args += [f"--model.epochs={epochs}"] if stages > 1 else []
@@ -168,7 +179,8 @@ def train(folder, images, common, name, seed, paper, recipes, epochs, options, p
     args += [] if "Athena" in name else ["--trainer.limit_val_batches=0"]
     args += [f"--trainer.default_root_dir={draft}", "--trainer.enable_progress_bar=false"]
     args += ["--trainer.num_sanity_val_steps=0", f"--data.val_size={HELD_OUT}"]
-    passes.count = 0
+    args += [f"--ckpt_path={path}" for path in begun]
+    passes.count = int(begun[0].with_suffix(".passes").read_text()) if begun else 0
     run_cli(["fit", *args])
     (checkpoint,) = draft.rglob("last.ckpt")
     cost = round(passes.count / images, 1)
