@@ -94,8 +94,10 @@ def flat(spec: Any) -> dict[str, str]:
 
 
 def differences(one: Any, other: Any) -> Iterator[str]:
-    """Yield each argument in which two attacks differ, with both values."""
+    """Yield each argument in which two attacks differ, of two methods those that both have."""
     first, second = flat(one), flat(other)
+    same = first["method"] == second["method"]
     for key in dict.fromkeys([*first, *second]):
-        if first.get(key) != second.get(key):
+        # An argument that only another method has is no difference of its own.
+        if (same or key in first.keys() & second.keys()) and first.get(key) != second.get(key):
             yield f"{key} ({first.get(key, 'none')} and {second.get(key, 'none')})"

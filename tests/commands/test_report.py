@@ -253,6 +253,9 @@ def test_one_name_for_different_attacks_is_said_so(tmp_path):
     assert "a and b differ in steps (20 and 50), restarts (none and 5)" in text
     marked = [name for name in rows(markdown)[0] if "†" in name]
     assert marked == ["apgd † (linf 8/255)", "worst † (linf 8/255)"]
+    lines[1]["attack"]["class_path"] = "lightning_rob.attacks.APGD"
+    _, text, _ = made(a, folder(tmp_path / "b", lines), out=tmp_path / "report.html")
+    assert "a and b differ in method (PGD and APGD), steps (20 and 50)." in text
 
 
 def test_pictures_are_shown_also_of_a_folder_that_has_nothing_else(tmp_path, whole):
