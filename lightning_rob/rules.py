@@ -2,8 +2,8 @@
 
 Each rule maps logits [S, B, K] and weights [S] to [B, K]: the probability that the system predicts
 each class. If the rule is declared by `abstaining`, a row may sum to less than one, and the rest is
-the probability of a rejection. A draw with NaN logits never votes, nor does one whose largest logit
-is infinite.
+the probability of a rejection. In a vote a draw with NaN logits does not count, nor does one whose
+largest logit is infinite. In a mean one such draw leaves no class: the row is zero.
 """
 
 from collections.abc import Callable

@@ -21,8 +21,6 @@ from lightning_rob.attacks.decorators import CommonCorruption as CommonCorruptio
 from lightning_rob.attacks.decorators import DoublePrecision as DoublePrecision
 from lightning_rob.attacks.decorators import NoAttack as NoAttack
 from lightning_rob.attacks.decorators import Quantized8Bit as Quantized8Bit
-from lightning_rob.attacks.decorators import RandomCorners as RandomCorners
-from lightning_rob.attacks.decorators import RandomStart as RandomStart
 from lightning_rob.attacks.decorators import WithBackward as WithBackward
 from lightning_rob.attacks.deepfool import DeepFool as DeepFool
 from lightning_rob.attacks.fab import FAB as FAB
@@ -43,6 +41,8 @@ from lightning_rob.attacks.optimizers import Nesterov as Nesterov
 from lightning_rob.attacks.optimizers import aggmo as aggmo
 from lightning_rob.attacks.pdgd import PDGD as PDGD
 from lightning_rob.attacks.pgd import PGD as PGD
+from lightning_rob.attacks.random_points import RandomCorners as RandomCorners
+from lightning_rob.attacks.random_points import RandomStart as RandomStart
 from lightning_rob.attacks.search import AutoResult as AutoResult
 from lightning_rob.attacks.square import Square as Square
 from lightning_rob.attacks.surrogate import SurrogateGradient as SurrogateGradient

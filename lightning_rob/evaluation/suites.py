@@ -33,8 +33,8 @@ from lightning_rob.attacks.auto import (
     surrogate_for,
     usual_passes,
 )
-from lightning_rob.attacks.decorators import RandomCorners, RandomStart
 from lightning_rob.attacks.nested import walk
+from lightning_rob.attacks.random_points import RandomCorners, RandomStart
 from lightning_rob.defenses import Defense, Ensemble, is_transform_ensemble, random_transforms_in
 from lightning_rob.evaluation.findings import Finding
 from lightning_rob.objectives import ce_of_mean_logits, linear, losses_of_rule
@@ -159,7 +159,7 @@ def default_attacks(defense: Defense, threat: Threat) -> dict[str, Attack]:
         attacks["apgd"] = APGD(threat, SHORT, restarts=10, draws=draws)
     # Not `suite_kind`: boosting adds the other members later.
     if isinstance(defense, Ensemble) and defense.rule not in (mean_logits, random_member):
-        attacks["adaptive_pgd_probs"] = replace(pgd, objective=losses_of_rule(defense.rule)[0])
+        attacks["adaptive_pgd_rule"] = replace(pgd, objective=losses_of_rule(defense.rule)[0])
     if isinstance(defense, Ensemble) and defense.rule is random_member and not threat.relative:
         attacks |= _on_members(threat, steps)
     return attacks

@@ -3,7 +3,8 @@
 Where a defense has no randomness, each image's minimum over the attacks is its accuracy under the
 strongest of them. Where it has, every score is noisy, and a minimum of noisy scores is too low:
 nine attacks that change nothing took a random defense from 78 % to 58 %. There the attack is chosen
-on one half of the predictions and scored on the other half, then the other way round.
+on one half of the predictions and scored on the other half, then the other way round. Where a
+defense adapts to its test batch, images belong together, and one attack is chosen for all of them.
 """
 
 from collections.abc import Mapping, Sequence
