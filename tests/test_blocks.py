@@ -305,7 +305,7 @@ def of_recipe(command, args):
     content = yaml.safe_load(file.read_text()) if file else {}
     model, data = (content.get(key, {}) for key in ("model", "data"))
     own = data.get("class_path", "tests.").startswith(("tests.", "lightning_rob."))
-    options = [] if own else [like_its_own(file)]
+    options = [] if own else [f"--data=tests.test_configs.{like_its_own(file).__name__}"]
     kind = model.get("class_path", "").rpartition(".")[2]
     if command == "fit" and kind in ("BAT", "TransformTraining"):  # one after another
         members = model["init_args"].get("members", 73)
