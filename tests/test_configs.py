@@ -255,8 +255,9 @@ def write_checkpoints(file):
 
 @pytest.mark.parametrize("file", ASSEMBLED, ids=lambda p: p.stem)
 def test_recipe_of_trained_networks_tests(file, capsys):
-    line = refused(capsys, "test", "--config", file, EMBEDDED, *SMALL)
-    assert "No such file or directory: 'checkpoints/" in line
+    if file == ASSEMBLED[0]:
+        line = refused(capsys, "test", "--config", file, EMBEDDED, *SMALL)
+        assert "No such file or directory: 'checkpoints/" in line
     write_checkpoints(file)
     run("test", "--config", shortened(file, MOST, CHEAP | NARROW), EMBEDDED, *SMALL)
     shown = capsys.readouterr().out
