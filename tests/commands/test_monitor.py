@@ -537,13 +537,9 @@ def test_a_suite_of_its_own_where_none_is_given(trained, watched, put):
     assert found["worst"]["accuracy"] <= weaker + 1e-9
 
 
-@pytest.mark.parametrize("kind", ["FreeTraining", "AdversarialTraining"])
-def test_a_suite_of_its_own_is_within_the_threat_of_the_training(tmp_path, kind):
-    """Of a training with its own attack, and of one against several."""
-    threat = {"norm": "l2", "eps": 0.7}
-    own = {"threat": threat, "replays": 2} if kind == "FreeTraining" else {}
-    own = own or {"attack": [pgd(threat=threat), pgd()]}
-    model = spec(kind, net=spec("tests.tiny.TinyNet"), **own)
+def test_a_suite_of_its_own_is_within_the_threat_of_a_training_against_several(tmp_path):
+    attack = [pgd(threat={"norm": "l2", "eps": 0.7}), pgd()]
+    model = spec("AdversarialTraining", net=spec("tests.tiny.TinyNet"), attack=attack)
     folder = fit(tmp_path, model=model, trainer__max_epochs=1).parents[1]
     options = ("--trainer.accelerator=cpu", "--data.test_size=8", "--trainer.logger=false")
     run("monitor", folder, "--once", *options)
