@@ -48,16 +48,12 @@ RECIPES = {  # page -> recipe of `last.ckpt` and `logs/version_0`, where it is n
     "certify.md": "smoothing_digits",
     "random_transforms.md": "normal_patches",
 }
-CHECKPOINTS = (  # files that the pages name, with folders of other machines below the current one
-    *(
-        "last.ckpt",
-        "digits.ckpt",
-        "bucket/models/production.ckpt",
-        "models/production.ckpt",
-        "models/resnet.ckpt",
-    ),
+# Files that the pages name, with folders of other machines below the current one.
+CHECKPOINTS = [
+    *("last.ckpt", "digits.ckpt", "models/resnet.ckpt", "models/production.ckpt"),
+    "bucket/models/production.ckpt",
     "logs/ensembles/iat_digits/seed0/version_0/checkpoints/last.ckpt",
-)
+]
 WEIGHTS = {  # file that a page loads -> network of RobustBench
     "models/cifar10/Linf/Carmon2019Unlabeled.pt": "Carmon2019Unlabeled",
     "Rice2020Overfitting.pt": "cifar10/L2/Rice2020Overfitting",

@@ -10,6 +10,7 @@ from lightning_rob import PGD, RobustEval, Threat
 from tests.callbacks.test_any_module import DATA, STORED, Classifier, Repeated, trainer
 from tests.forked import forked, two_processes, two_ranks
 from tests.pieces import lines_of, records, spec
+from tests.schema import checked
 from tests.tiny import arc, pgd, recipe, robust_eval, run, weights
 
 TWO = ["--trainer.strategy=ddp_find_unused_parameters_true", "--trainer.devices=2"]
@@ -31,7 +32,7 @@ def auto(*attacks, **options):
 
 
 def evaluate(folder, checkpoint, batch_size, *args):
-    """What a test of 53 images leaves: records, scores image by image, matrices, a gallery."""
+    """What a test of 53 images leaves: records, scores, matrices, a gallery, an audit."""
     attacks = {"apgd": pgd(random_start=True, restarts=2), "arc": arc(random_start=True)}
     attacks |= {"square": auto("square"), "autoattack": auto("apgd-ce", "apgd-dlr", passes=30)}
     matrices = {"pgd": pgd(random_start=True), "arc": arc()}
@@ -42,6 +43,7 @@ def evaluate(folder, checkpoint, batch_size, *args):
         robust_eval({"few": pgd()}, max_images=20),
         spec("TransferMatrixEval", attacks=matrices, max_images=40),
         spec("Gallery", weak=weak, strong=strong, count=5),
+        spec("RobustAudit", threat=pgd()["init_args"]["threat"], steps=2, queries=1, max_images=20),
     ]
     file = recipe(folder, data=data, **{"trainer__callbacks+": callbacks})
     start("test", "--config", file, "--ckpt_path", checkpoint, *args)
@@ -49,9 +51,13 @@ def evaluate(folder, checkpoint, batch_size, *args):
     left = {name: lines_of(place / f"{name}.jsonl") for name in ("robust", "transfer", "gallery")}
     for line in (line for lines in left.values() for line in lines):
         line |= {"seconds": 0, "session": ""}
+    audited = checked((place / "audit.json").read_text())["attacks"]
+    # Noise of Square depends on the batch.
+    found = {row["name"]: row["accuracy"] for row in audited if row["name"] != "square"}
     with Image.open(place / "gallery.png") as picture:
         shown = picture.tobytes()
-    return left, [path.read_bytes() for path in sorted(place.glob("images/*.csv"))], shown
+    images = [path.read_bytes() for path in sorted(place.glob("images/*.csv"))]
+    return left, images, shown, found
 
 
 def test_two_processes_and_any_batch_size_leave_the_same_records(trained, tmp_path):
@@ -59,7 +65,7 @@ def test_two_processes_and_any_batch_size_leave_the_same_records(trained, tmp_pa
         evaluate(tmp_path / f"{size}{len(args)}", trained, size, *args)
         for size, args in [(53, []), (7, []), (32, TWO)]
     ]
-    left, images, _ = first
+    left, images, *_ = first
     figures = {line["name"]: line for line in left["robust"] if line["name"] != "clean"}
     whole = ("apgd", "arc", "square", "autoattack")
     expected = dict.fromkeys(whole, 53) | {"few": 20, "worst": 20}
