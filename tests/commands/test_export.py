@@ -2,14 +2,12 @@
 
 import json
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from lightning_rob import Ensemble, Mixture, RandomTransforms, Single, TransformEnsemble
-from lightning_rob.commands.export import ExportConfig
 from lightning_rob.commands.export.program import export
 from lightning_rob.defenses import DENT
 from lightning_rob.randomness import Streams
@@ -130,18 +128,6 @@ def test_what_is_no_program_is_refused(x, tmp_path):
         export(DENT(nn.Sequential(nn.BatchNorm2d(3), nn.Flatten())), tmp_path / "x.pt2", x)
     with pytest.raises(ValueError, match="TransformEnsemble cannot be exported"):
         export(behind("clean", "denoise_tv_chambolle"), tmp_path / "x.pt2", x)
-
-
-def test_invalid_options():
-    program = {"out": Path("x.pt2")}
-    for options, message in (
-        ({}, "say where the program goes to"),
-        ({"out": Path("x.pt")}, "say where the program goes to: --out FILE.pt2, got x.pt"),
-        (program | {"images": 0}, "images must be at least 1, got 0"),
-        (program | {"format": "safetensors"}, "must name a folder for safetensors, got x.pt2"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            ExportConfig(**options)
 
 
 def test_the_command_exports_a_checkpoint(trained, tmp_path, capsys):

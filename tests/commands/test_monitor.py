@@ -623,33 +623,6 @@ def test_a_logger_that_hangs_takes_a_tenth_of_the_time_and_loses_no_figure(tmp_p
     assert error.count("figures could not be logged") == 1 and "hidden" not in error
 
 
-BAD = {
-    "say first which run": ["--once"],
-    "no folder": ["nowhere", "--once"],
-    "--notify takes a URL": [".", "--notify=example.com"],
-    "no checkpoint in": [".", "--once"],
-    "leave out --ckpt_path": [".", "--ckpt_path=x.ckpt"],
-    "--drop takes": [".", "--drop=often"],
-    "--serve 70000": [".", "--serve=70000"],
-    "--serve_host is for --serve": [".", "--serve_host=0.0.0.0"],
-    "needs --out FOLDER": ["memory://bucket/run"],
-    "user info": ["s3://key:hidden@bucket/run", "--out=x"],
-    "a registered model is mlflow:models/NAME@ALIAS": ["mlflow:net", "--out=x"],
-    "there is no checkpoint in memory:": ["memory://bucket/run", "--out=x", "--once"],
-    "the history cannot be written": [".", "--once", "--out=file/folder"],
-    "a threshold is": [".", "--alarm=robust/worst"],
-}
-
-
-@pytest.mark.parametrize("reason", BAD)
-def test_bad_input_gets_one_line(reason, tmp_path, capsys):
-    (tmp_path / "file").touch()
-    assert exit_code("monitor", *BAD[reason]) == 2
-    error = capsys.readouterr().err
-    (told,) = [line for line in error.splitlines() if "error:" in line]
-    assert reason in told and "hidden" not in error
-
-
 def test_a_single_file_is_compared_in_the_order_of_deployment(trained, watched, put, capsys):
     """A worse model of fewer steps takes the place of another, and is rolled back."""
     put(EPOCHS[3], under="production.ckpt")
