@@ -86,20 +86,19 @@ class Pair(SourceTargetData):
 
 @pytest.fixture(autouse=True)
 def few_checks(tmp_path, monkeypatch, request):
-    """A folder of its own; slopes of two images along two directions each, tested elsewhere.
+    """A folder of its own; checks of a recipe's clean images alone, along two directions each.
 
-    Images under each attack are checked in `test_recipe_runs`; plug-ins have many attacks.
+    Other files test the checks, which take longer than the attacks.
     """
     monkeypatch.chdir(tmp_path)
-    check = Evaluator._check
+    check, of_recipe = Evaluator._check, request.node.originalname.startswith("test_recipe")
 
     def of_clean(self, name, *images):
-        if name == "clean":
+        if of_recipe and name == "clean":
             check(self, name, *images)
 
     monkeypatch.setattr("lightning_rob.evaluation.columns.FEWEST_PAIRS", 4)
-    if request.node.originalname.startswith("test_callback"):
-        monkeypatch.setattr(Evaluator, "_check", of_clean)
+    monkeypatch.setattr(Evaluator, "_check", of_clean)
 
 
 def content_of(file):
