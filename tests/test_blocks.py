@@ -48,16 +48,12 @@ RECIPES = {  # page -> recipe of `last.ckpt` and `logs/version_0`, where it is n
     "certify.md": "smoothing_digits",
     "random_transforms.md": "normal_patches",
 }
-CHECKPOINTS = (  # files that the pages name, with folders of other machines below the current one
-    *(
-        "last.ckpt",
-        "digits.ckpt",
-        "bucket/models/production.ckpt",
-        "models/production.ckpt",
-        "models/resnet.ckpt",
-    ),
+# Files that the pages name, with folders of other machines below the current one.
+CHECKPOINTS = [
+    *("last.ckpt", "digits.ckpt", "models/resnet.ckpt", "models/production.ckpt"),
+    "bucket/models/production.ckpt",
     "logs/ensembles/iat_digits/seed0/version_0/checkpoints/last.ckpt",
-)
+]
 WEIGHTS = {  # file that a page loads -> network of RobustBench
     "models/cifar10/Linf/Carmon2019Unlabeled.pt": "Carmon2019Unlabeled",
     "Rice2020Overfitting.pt": "cifar10/L2/Rice2020Overfitting",
@@ -305,7 +301,7 @@ def of_recipe(command, args):
     content = yaml.safe_load(file.read_text()) if file else {}
     model, data = (content.get(key, {}) for key in ("model", "data"))
     own = data.get("class_path", "tests.").startswith(("tests.", "lightning_rob."))
-    options = [] if own else [like_its_own(file)]
+    options = [] if own else [f"--data=tests.test_configs.{like_its_own(file).__name__}"]
     kind = model.get("class_path", "").rpartition(".")[2]
     if command == "fit" and kind in ("BAT", "TransformTraining"):  # one after another
         members = model["init_args"].get("members", 73)

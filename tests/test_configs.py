@@ -18,14 +18,14 @@ from lightning_rob import RobustEval, evaluate
 from lightning_rob.attacks.nested import walk
 from lightning_rob.callbacks.base import EvaluationCallback
 from lightning_rob.cli.lightning_cli import RobustCLI
-from lightning_rob.data import ImageData
+from lightning_rob.data import Digits5k, ImageData, SourceTargetData
 from lightning_rob.evaluation.evaluator import Evaluator
 from lightning_rob.nets import PreActResNet18, ResNet20, SmallCNN, ZooNet
 from lightning_rob.recipes.plugins import expand
 from lightning_rob.threat import Threat, pixels
 from lightning_rob.transforms import named
 from tests.nets.test_weights import dverge_state
-from tests.pieces import ROOT, lines_of, records, spec
+from tests.pieces import ROOT, lines_of, spec
 from tests.tiny import exit_code, pgd, recipe, refused, robust_eval, run, same_weights, weights
 
 
@@ -38,14 +38,6 @@ def attacks_in(content):
     here = content.get("attacks")
     found = list(here.items()) if isinstance(here, dict) else []
     return found + [pair for part in content.values() for pair in attacks_in(part)]
-
-
-def local_radius(attack):
-    """Return the local radius as a share of eps; None if it is left to ARC."""
-    assert attack["class_path"].endswith("ARC")
-    options = attack["init_args"]
-    radius = options.get("step_size")
-    return radius and pixels(radius) / pixels(options["threat"]["eps"])
 
 
 GROUPS = sorted((ROOT / "configs/mixins").glob("group_*.yaml"))
@@ -61,10 +53,7 @@ VOTERS = [  # on transformation ensembles, or of many steps
 NOT_TINY = ["cw_all", "rec_all", "rec_suite", "corruptions"]
 CALLBACKS = [p for p in PLUGINS if p not in (*RT_ONLY, *VOTERS) and p.stem not in NOT_TINY]
 # Four images of noise, of the size of the recipe's own: no download, nothing to decode.
-EMBEDDED = "--data=tests.test_configs.Colour"
-GREY = "--data=tests.test_configs.Grey"
-PAIR = """--data={class_path: SourceTargetData, init_args: {source: {class_path: Digits5k,
-init_args: {limit_train: 4, batch_size: 4, eval_batch_size: 2, workers: 0}}}}"""
+EMBEDDED, GREY = (f"--data=tests.test_configs.{name}" for name in ("Colour", "Grey"))
 SMALL = ["--trainer.fast_dev_run=true", "--trainer.accelerator=cpu"]
 SMALL += [f"--trainer.enable_{part}=false" for part in ("progress_bar", "model_summary")]
 
@@ -88,22 +77,28 @@ class Grey(Colour):
     channels, size, mean, std = 1, 28, (0.5,), (0.25,)
 
 
+class Pair(SourceTargetData):
+    """Labelled digits and the same without labels."""
+
+    def __init__(self) -> None:
+        super().__init__(Digits5k(batch_size=4, eval_batch_size=2, limit_train=4, workers=0))
+
+
 @pytest.fixture(autouse=True)
 def few_checks(tmp_path, monkeypatch, request):
-    """A folder of its own; slopes of two images along two directions each, tested elsewhere.
+    """A folder of its own; checks of a recipe's clean images alone, along two directions each.
 
-    Images under each attack are checked in `test_recipe_runs`; plug-ins have many attacks.
+    Other files test the checks, which take longer than the attacks.
     """
     monkeypatch.chdir(tmp_path)
-    check = Evaluator._check
+    check, of_recipe = Evaluator._check, request.node.originalname.startswith("test_recipe")
 
     def of_clean(self, name, *images):
-        if name == "clean":
+        if of_recipe and name == "clean":
             check(self, name, *images)
 
     monkeypatch.setattr("lightning_rob.evaluation.columns.FEWEST_PAIRS", 4)
-    if request.node.originalname.startswith("test_callback"):
-        monkeypatch.setattr(Evaluator, "_check", of_clean)
+    monkeypatch.setattr(Evaluator, "_check", of_clean)
 
 
 def content_of(file):
@@ -173,20 +168,20 @@ def shrunk(content, most=MOST, cheap=CHEAP):
     return small
 
 
-def shortened(file, **options):
+def shortened(file, *options):
     """Write a recipe with fewer of everything that takes time into the working folder."""
     content = content_of(file)
     callbacks = content["trainer"].get("callbacks+", [])
     content["trainer"]["callbacks+"] = expand(callbacks, ROOT)  # plug-ins are shortened, too
-    return written(shrunk(content, **options), file.name)
+    return written(shrunk(content, *options), file.name)
 
 
 def like_its_own(file):
-    """Return the option of images of the size of a recipe's own."""
+    """Return images of the size of a recipe's own."""
     data = content_of(file)["data"]["class_path"]
     if data == "SourceTargetData":
-        return PAIR
-    return GREY if data in ("MNIST", "FashionMNIST", "Digits5k") else EMBEDDED
+        return Pair
+    return Grey if data in ("MNIST", "FashionMNIST", "Digits5k") else Colour
 
 
 GAMES = [p for p in RECIPES if "class_path: GMSA" in p.read_text()]
@@ -198,29 +193,22 @@ def runs_by_default(file):
     return "digits" in file.stem or not (digits.exists() or file.stem.endswith("_l2"))
 
 
-def each(files):
-    slow = {True: (), False: pytest.mark.slow}
-    return [pytest.param(p, id=p.stem, marks=slow[runs_by_default(p)]) for p in files]
+RUNS = [pytest.param(p, runs_by_default(p), id=p.stem) for p in RECIPES]
+OTHERS = [p for p in RECIPES if not runs_by_default(p)]
+RUNS += [pytest.param(p, True, id=f"{p.stem} runs", marks=pytest.mark.slow) for p in OTHERS]
 
 
-@pytest.mark.parametrize("file", each(p for p in RECIPES if p not in GAMES))
-def test_recipe_runs(file):
+@pytest.mark.parametrize(("file", "runs"), RUNS)
+def test_recipe_builds_with_its_own_data_and_runs(file, runs, tmp_path):
     """A batch of training and one of validation under each of its attacks, of a step each.
 
-    Its own network, which may be wider, is built by `test_recipe_builds_with_its_own_data`.
+    An adapting defense is attacked in a round of two images.
     """
-    recipe = shortened(file, most=MOST | {"every_n_epochs": 1}, cheap=CHEAP | NARROW)
-    run("fit", "--config", recipe, like_its_own(file), *SMALL)
-
-
-@pytest.mark.parametrize("file", RECIPES, ids=lambda p: p.stem)
-def test_recipe_builds_with_its_own_data(file):
     make_folders(file)
-    content = content_of(file)
-    if runs_by_default(file):
-        content["trainer"].pop("callbacks+", None)  # parsed there
-    config = written(content, "recipe.yaml")
-    built = RobustCLI([f"--config={config}", "--trainer.accelerator=cpu"], run=False)
+    game = file in GAMES
+    config = shortened(file, MOST | {"every_n_epochs": 1}, CHEAP | (NARROW if game else {}))
+    whole = ["--trainer.max_epochs=1", "--trainer.logger.name=run", *SMALL[1:]]
+    built = RobustCLI([f"--config={config}", *(whole if game else SMALL)], run=False)
     layers = {n: part for n, part in built.model.named_modules() if isinstance(part, nn.Linear)}
     heads = [n for n in layers if not {"discriminator", "judge"} & {*n.split(".")}]
     assert built.datamodule.classes == layers[heads[-1]].out_features
@@ -228,6 +216,14 @@ def test_recipe_builds_with_its_own_data(file):
         layer = built.model.members[0].normalize
         assert layer.mean.flatten().tolist() == pytest.approx(built.datamodule.mean)
         assert layer.std.flatten().tolist() == pytest.approx(built.datamodule.std)
+    if runs:
+        built.trainer.fit(built.model, like_its_own(file)())
+    if runs and game:
+        (log,) = tmp_path.rglob("robust.jsonl")
+        found = {record["name"]: record for record in lines_of(log)}
+        assert {"clean", "fpa", "gmsa_avg", "gmsa_min", "worst"} <= found.keys()
+        assert found["gmsa_min"]["protocol"]["defender"] in ("stateless", "stateful")
+        assert found["gmsa_min"]["n"] == 2
 
 
 def write_checkpoints(file):
@@ -248,25 +244,13 @@ def write_checkpoints(file):
         torch.save(state, path)
 
 
-@pytest.mark.parametrize("file", each(GAMES))
-def test_recipe_attacks_an_adapting_defense_in_rounds(file, tmp_path):
-    """Shrunk to one round of two images, one epoch and a step or two of everything."""
-    limits = ["--trainer.max_epochs=1", *SMALL[1:], "--trainer.logger.name=run"]
-    recipe = shortened(file, cheap=CHEAP | NARROW)
-    run("fit", "--config", recipe, like_its_own(file), *limits)
-    (log,) = tmp_path.rglob("robust.jsonl")
-    found = {record["name"]: record for record in lines_of(log)}
-    assert {"clean", "fpa", "gmsa_avg", "gmsa_min", "worst"} <= found.keys()
-    assert found["gmsa_min"]["protocol"]["defender"] in ("stateless", "stateful")
-    assert found["gmsa_min"]["n"] == 2
-
-
 @pytest.mark.parametrize("file", ASSEMBLED, ids=lambda p: p.stem)
 def test_recipe_of_trained_networks_tests(file, capsys):
-    line = refused(capsys, "test", "--config", file, EMBEDDED, *SMALL)
-    assert "No such file or directory: 'checkpoints/" in line
+    if file == ASSEMBLED[0]:
+        line = refused(capsys, "test", "--config", file, EMBEDDED, *SMALL)
+        assert "No such file or directory: 'checkpoints/" in line
     write_checkpoints(file)
-    run("test", "--config", shortened(file, cheap=CHEAP | NARROW), EMBEDDED, *SMALL)
+    run("test", "--config", shortened(file, MOST, CHEAP | NARROW), EMBEDDED, *SMALL)
     shown = capsys.readouterr().out
     attacks = ["transfer_pgd"] if "DENT" in file.read_text() else ["adaptive_pgd", "arc"]
     for name in ("PretrainedEnsemble", "clean", "worst", *attacks):
@@ -279,29 +263,18 @@ def names_in(folder):
     return {line["name"] for path in logs for line in lines_of(path)}
 
 
-@pytest.mark.parametrize("files", [CALLBACKS[i::6] for i in range(6)], ids=lambda p: p[0].stem)
+@pytest.mark.parametrize("files", [CALLBACKS[i::4] for i in range(4)], ids=lambda p: p[0].stem)
 def test_callbacks_plug_into_a_recipe(files, tmp_path):
     plain = recipe(tmp_path, **{"trainer__callbacks+": [], "model__init_args__monitor": None})
-    small = ["--trainer.max_epochs=2", "--model.epochs=1", "--data.train_size=64"]
     contents = [plugged(file) for file in files]
     written_to = [written(shrunk(c), f.name) for c, f in zip(contents, files, strict=True)]
-    run("fit", "--config", plain, *small, *(f"--trainer.callbacks+={name}" for name in written_to))
+    plugs = [f"--trainer.callbacks+={name}" for name in written_to]
+    run("test", "--config", plain, "--data.test_size=8", *plugs)
     found, saved = names_in(tmp_path), content_of(tmp_path / "run/version_0/config.yaml")
     kinds = [callback["class_path"] for callback in saved["trainer"]["callbacks+"]]
     for content, kind in zip(contents, kinds[-len(files) :], strict=True):
         assert set(content["init_args"].get("attacks", ())) <= found
         assert kind.endswith(content["class_path"])
-
-
-def test_plugins_add_up_and_an_attack_in_several_runs_once(tmp_path):
-    plain = recipe(tmp_path, **{"trainer__callbacks+": [], "model__init_args__monitor": None})
-    plugins = [f"--trainer.callbacks+={name}" for name in ("adaptive_pgd", "rec_suite")]
-    run("fit", "--config", plain, "--trainer.max_epochs=2", "--model.epochs=1", *plugins)
-    names = [r["name"] for r in records(tmp_path) if r["epoch"] == 0 and r["name"] != "clean"]
-    assert sorted(names) == sorted({*names})
-    assert {"adaptive_pgd", "adaptive_pgd_logits", "arc", "worst"} <= set(names)
-    worst = next(r for r in records(tmp_path) if r["name"] == "worst")
-    assert worst["over"][0] == "adaptive_pgd" and {"arc", "climb"} <= {*worst["over"]}
 
 
 @pytest.mark.parametrize("file", [p for p in RT_ONLY if p.stem != "rt_best"], ids=lambda p: p.stem)
@@ -486,6 +459,8 @@ def test_every_file_is_a_recipe_a_mix_in_or_a_search_space():
     mix_ins = {path.stem for path in (ROOT / "configs/mixins").iterdir()}
     assert mix_ins == {*MIX_INS, *(path.stem for path in GROUPS)} | HAVE_TESTS_OF_THEIR_OWN
     assert all("class_path" in content_of(path)["model"] for path in CONFIGS)
+    for path in [*(ROOT / "configs").rglob("*.yaml"), *PLUGINS]:
+        assert "callbacks:" not in path.read_text()  # it would drop those of other files
 
 
 def test_union_trains_and_is_evaluated_in_the_same_three_balls():
@@ -507,11 +482,8 @@ def test_attacks_called_arc_are_the_papers():
     attacks = [pair for p in files for pair in attacks_in(content_of(p))]
     single = [attack for name, attack in attacks if name in ("arc", "arc_top4", "member_1_arc")]
     assert len(single) >= 10
-    for attack in single:
-        norm = attack["init_args"]["threat"]["norm"]
-        assert local_radius(attack) in (None, pytest.approx({"linf": 1, "l2": 0.25}[norm]))
-
-
-def test_no_yaml_drops_callbacks():
-    for file in [*(ROOT / "configs").rglob("*.yaml"), *PLUGINS]:
-        assert "callbacks:" not in file.read_text()
+    for options in (attack["init_args"] for attack in single):
+        radius, threat = options.get("step_size"), options["threat"]
+        share = {"linf": 1, "l2": 0.25}[threat["norm"]]
+        assert radius is None or pixels(radius) / pixels(threat["eps"]) == pytest.approx(share)
+    assert all(attack["class_path"].endswith("ARC") for attack in single)

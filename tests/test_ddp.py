@@ -3,12 +3,14 @@
 import os
 
 import torch
+from PIL import Image
 from torch.utils.data import DataLoader, Sampler
 
 from lightning_rob import PGD, RobustEval, Threat
 from tests.callbacks.test_any_module import DATA, STORED, Classifier, Repeated, trainer
 from tests.forked import forked, two_processes, two_ranks
-from tests.pieces import records, spec
+from tests.pieces import lines_of, records, spec
+from tests.schema import checked
 from tests.tiny import arc, pgd, recipe, robust_eval, run, weights
 
 TWO = ["--trainer.strategy=ddp_find_unused_parameters_true", "--trainer.devices=2"]
@@ -30,21 +32,32 @@ def auto(*attacks, **options):
 
 
 def evaluate(folder, checkpoint, batch_size, *args):
-    """The records of 53 images: that of each figure, and those image by image."""
+    """What a test of 53 images leaves: records, scores, matrices, a gallery, an audit."""
     attacks = {"apgd": pgd(random_start=True, restarts=2), "arc": arc(random_start=True)}
-    attacks |= {"square": auto("square"), "autoattack": auto("apgd-ce", "apgd-dlr")}
+    attacks |= {"square": auto("square"), "autoattack": auto("apgd-ce", "apgd-dlr", passes=30)}
+    matrices = {"pgd": pgd(random_start=True), "arc": arc()}
+    weak, strong = pgd(steps=1, random_start=True), pgd(steps=10, random_start=False)
     data = spec("tests.tiny.Blobs", test_size=53, eval_batch_size=batch_size)
     callbacks = [
         robust_eval(attacks, repeats=2, group_size=16),
         robust_eval({"few": pgd()}, max_images=20),
+        spec("TransferMatrixEval", attacks=matrices, max_images=40, group_size=16),
+        spec("Gallery", weak=weak, strong=strong, count=5, group_size=16),
+        spec("RobustAudit", threat=pgd()["init_args"]["threat"], steps=2, queries=1, max_images=20),
     ]
     file = recipe(folder, data=data, **{"trainer__callbacks+": callbacks})
     start("test", "--config", file, "--ckpt_path", checkpoint, *args)
-    lines = records(folder)
-    for line in lines:
-        del line["seconds"], line["session"]
-    images = sorted((folder / "run/version_0/images").glob("*.csv"))
-    return lines, [path.read_bytes() for path in images]
+    place = folder / "run/version_0"
+    left = {name: lines_of(place / f"{name}.jsonl") for name in ("robust", "transfer", "gallery")}
+    for line in (line for lines in left.values() for line in lines):
+        line |= {"seconds": 0, "session": ""}
+    audited = checked((place / "audit.json").read_text())["attacks"]
+    # Noise of Square depends on the batch.
+    found = {row["name"]: row["accuracy"] for row in audited if row["name"] != "square"}
+    with Image.open(place / "gallery.png") as picture:
+        shown = picture.tobytes()
+    images = [path.read_bytes() for path in sorted(place.glob("images/*.csv"))]
+    return left, images, shown, found
 
 
 def test_two_processes_and_any_batch_size_leave_the_same_records(trained, tmp_path):
@@ -52,19 +65,17 @@ def test_two_processes_and_any_batch_size_leave_the_same_records(trained, tmp_pa
         evaluate(tmp_path / f"{size}{len(args)}", trained, size, *args)
         for size, args in [(53, []), (7, []), (32, TWO)]
     ]
-    figures = {line["name"]: line for line in first[0] if line["name"] != "clean"}
+    left, images, *_ = first
+    figures = {line["name"]: line for line in left["robust"] if line["name"] != "clean"}
     whole = ("apgd", "arc", "square", "autoattack")
     expected = dict.fromkeys(whole, 53) | {"few": 20, "worst": 20}
     assert {name: line["n"] for name, line in figures.items()} == expected
     assert figures["apgd"]["group_size"] == 16
     assert all(0 < figures[name]["accuracy"] < 1 for name in expected)
-    assert len(first[1]) == 2 and all(other == first for other in others)
-
-
-def test_two_processes_train_an_ensemble(tmp_path):
-    short = ["--trainer.max_epochs=2", "--model.epochs=1"]
-    start("fit", "--config", recipe(tmp_path), *TWO, *short)
-    assert {r["n"] for r in records(tmp_path)} == {32}
+    assert [line["n"] for line in left["transfer"]] == [40, 40]
+    (gallery,) = left["gallery"]
+    assert gallery["n"] == 53 and gallery["fooled"] > 0
+    assert len(images) == 2 and all(other == first for other in others)
 
 
 def test_two_processes_perturb_weights_like_one(tmp_path):
@@ -87,7 +98,7 @@ def test_processes_of_a_notebook_train_and_test(tmp_path):
     more += ["--trainer.max_epochs=2", "--model.epochs=1", "--test_after_fit=true"]
     done = forked("fit", "--config", recipe(tmp_path), *more)
     assert done.returncode == 0, done.stderr
-    assert {r["stage"] for r in records(tmp_path)} == {"val", "test"}
+    assert {(r["stage"], r["n"]) for r in records(tmp_path)} == {("val", 32), ("test", 33)}
     more.append("--trainer.callbacks.dataloader_idx=3")
     done = forked("fit", "--config", recipe(tmp_path), *more)
     assert done.returncode == 1

@@ -6,39 +6,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lightning_rob.objectives import (
-    NonFiniteLogitsError,
-    TargetedMargin,
-    boosted_cross_entropy,
-    ce_of_capped_probs,
-    ce_of_mean_logits,
-    ce_of_mean_probs,
-    ce_of_votes,
-    check_labels,
-    check_logits,
-    climbed,
-    confident,
-    cross_entropy,
-    expected_ce,
-    expected_dlr,
-    expected_margin,
-    expected_probability_margin,
-    linear,
-    margin_of_capped_probs,
-    margin_of_two_votes,
-    margin_of_votes,
-    min_confidence,
-    reduction_of,
-    targeted_dlr,
-    worst_ce,
-    worst_margin,
-)
+from lightning_rob import objectives as ob
 
-CROSS_ENTROPIES = [expected_ce, worst_ce, ce_of_mean_probs, ce_of_mean_logits]
-OF_VOTES = [ce_of_votes, margin_of_votes, margin_of_two_votes]
-SCALED = [ce_of_capped_probs, margin_of_capped_probs, *OF_VOTES]
-OBJECTIVES = [*CROSS_ENTROPIES, *SCALED, linear, expected_margin, confident]
-OBJECTIVES += [expected_probability_margin]
+CROSS_ENTROPIES = [ob.expected_ce, ob.worst_ce, ob.ce_of_mean_probs, ob.ce_of_mean_logits]
+OF_VOTES = [ob.ce_of_votes, ob.margin_of_votes, ob.margin_of_two_votes]
+SCALED = [ob.ce_of_capped_probs, ob.margin_of_capped_probs, *OF_VOTES]
+OBJECTIVES = [*CROSS_ENTROPIES, *SCALED, ob.linear, ob.expected_margin, ob.confident]
+OBJECTIVES += [ob.expected_probability_margin]
 WEIGHTS = torch.tensor([0.5, 0.3, 0.2])
 every_objective = pytest.mark.parametrize("objective", OBJECTIVES)
 
@@ -54,7 +28,7 @@ def reference(objective, logits, weights, y):
     if objective in SCALED:
         leads = [max(row) - sorted(row)[max(len(row) - 3, 0)] for row in logits]
         leads = [lead + (len(logits[0]) == 2) for lead in leads]
-        capped = objective in (ce_of_capped_probs, margin_of_capped_probs)
+        capped = objective in (ob.ce_of_capped_probs, ob.margin_of_capped_probs)
         scales = [min(8 / lead, 1) if capped else 4 / lead for lead in leads]
         logits = [[scale * z for z in row] for scale, row in zip(scales, logits, strict=True)]
     probs = []
@@ -75,21 +49,21 @@ def reference(objective, logits, weights, y):
     one = {c: votes(1, c) + (tie if s == 2 else 0) for c, tie in ties.items()}
     two = {c: tie + (votes(2, c) if k > 2 else 0) for c, tie in ties.items()}
     return {
-        expected_ce: sum(-weights[i] * math.log(probs[i][y]) for i in range(s)),
-        worst_ce: min(-math.log(p[y]) for p in probs),
-        ce_of_mean_probs: -math.log(mean_probs[y]),
-        ce_of_mean_logits: math.log(sum(math.exp(z) for z in mean_logits)) - mean_logits[y],
-        linear: max(mean_logits[c] for c in wrong) - mean_logits[y],
-        ce_of_capped_probs: -math.log(mean_probs[y]),
-        margin_of_capped_probs: math.log(max(mean_probs[c] for c in wrong) / mean_probs[y]),
-        ce_of_votes: -math.log(mean_probs[y]),
-        margin_of_votes: max(one[c] for c in wrong) - one[y],
-        margin_of_two_votes: max(two[c] for c in wrong) - two[y],
-        expected_margin: sum(
+        ob.expected_ce: sum(-weights[i] * math.log(probs[i][y]) for i in range(s)),
+        ob.worst_ce: min(-math.log(p[y]) for p in probs),
+        ob.ce_of_mean_probs: -math.log(mean_probs[y]),
+        ob.ce_of_mean_logits: math.log(sum(math.exp(z) for z in mean_logits)) - mean_logits[y],
+        ob.linear: max(mean_logits[c] for c in wrong) - mean_logits[y],
+        ob.ce_of_capped_probs: -math.log(mean_probs[y]),
+        ob.margin_of_capped_probs: math.log(max(mean_probs[c] for c in wrong) / mean_probs[y]),
+        ob.ce_of_votes: -math.log(mean_probs[y]),
+        ob.margin_of_votes: max(one[c] for c in wrong) - one[y],
+        ob.margin_of_two_votes: max(two[c] for c in wrong) - two[y],
+        ob.expected_margin: sum(
             weights[i] * (max(z[c] for c in wrong) - z[y]) for i, z in enumerate(logits)
         ),
-        confident: sum(weights[i] * max(probs[i][c] for c in wrong) for i in range(s)),
-        expected_probability_margin: 1
+        ob.confident: sum(weights[i] * max(probs[i][c] for c in wrong) for i in range(s)),
+        ob.expected_probability_margin: 1
         + sum(weights[i] * (max(p[c] for c in wrong) - p[y]) for i, p in enumerate(probs)),
     }[objective]
 
@@ -139,7 +113,7 @@ def test_the_scale_of_members(objective):
 def test_cross_entropy_far_from_the_boundary(gap):
     """Around and far beyond where softplus changes its formula."""
     logits = torch.tensor([[gap, 0.0]], dtype=torch.float64, requires_grad=True)
-    value = cross_entropy(logits, torch.tensor([0]))
+    value = ob.cross_entropy(logits, torch.tensor([0]))
     expected = math.exp(-gap) if gap > 40 else -gap
     assert value.item() == pytest.approx(expected, rel=1e-9)
     gradient = torch.autograd.grad(value.sum(), logits)[0][0]
@@ -161,14 +135,14 @@ def test_gradient_survives_confidence(objective, margin):
     value = objective(logits, torch.tensor([0.5, 0.5]), y)
     (gradient,) = torch.autograd.grad(value.sum(), logits)
     total = gradient.sum(0)[0].double()
-    share = 0.5 if objective is worst_ce else 1.0
+    share = 0.5 if objective is ob.worst_ce else 1.0
     odds = math.exp(-margin) + math.exp(1 - margin)
     assert total[1].item() == pytest.approx(-odds, rel=1e-4)
     assert total[2].item() == pytest.approx(math.exp(1 - margin), rel=1e-4)
     assert share * total[0].item() == pytest.approx(share * math.exp(-margin), rel=1e-4)
 
 
-@pytest.mark.parametrize("objective", [*CROSS_ENTROPIES, expected_probability_margin])
+@pytest.mark.parametrize("objective", [*CROSS_ENTROPIES, ob.expected_probability_margin])
 def test_a_small_objective_is_continued_by_its_logarithm(objective):
     """In double precision, which holds it, by the formula; in single it has the same gradient."""
     weights, y = torch.tensor([0.75, 0.25]), torch.tensor([1, 1])
@@ -176,7 +150,7 @@ def test_a_small_objective_is_continued_by_its_logarithm(objective):
     logits[..., 2] = 1
     logits[:, 0, 1], logits[:, 1, 1] = torch.tensor([[60.0, 62.0], [200.0, 203.0]])
     logits.requires_grad_()
-    value, found = objective(logits, weights, y), climbed(objective, logits, weights, y)
+    value, found = objective(logits, weights, y), ob.climbed(objective, logits, weights, y)
     assert found[0] == value[0] > 1e-30
     torch.testing.assert_close(found[1], 1e-30 * (1 + (value[1] / 1e-30).log()))
     expected, gradient = (
@@ -187,7 +161,7 @@ def test_a_small_objective_is_continued_by_its_logarithm(objective):
     torch.testing.assert_close(gradient[:, 1], scaled, rtol=1e-9, atol=0)
     single = logits.detach().float().requires_grad_()
     assert not torch.autograd.grad(objective(single, weights, y)[1], single)[0].any()
-    climbed(objective, single, weights, y)[1].backward()
+    ob.climbed(objective, single, weights, y)[1].backward()
     torch.testing.assert_close(single.grad[:, 1].double(), scaled, rtol=1e-4, atol=0)
 
 
@@ -197,13 +171,14 @@ def test_boosted_cross_entropy():
     right = probs.gather(1, y[:, None])[:, 0]
     rival = probs.scatter(1, y[:, None], 0).amax(1)
     expected = -right.log() - (1 - rival).log()
-    torch.testing.assert_close(boosted_cross_entropy(logits[0], y), expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        ob.boosted_cross_entropy(logits[0], y), expected, rtol=1e-9, atol=1e-12
+    )
     two = torch.tensor([[1e4, 0.0], [-1e4, 0.0], [60.0, 0.0]])  # of two classes twice the usual
     zero = torch.zeros(3, dtype=torch.int64)
-    torch.testing.assert_close(boosted_cross_entropy(two, zero), 2 * cross_entropy(two, zero))
+    torch.testing.assert_close(ob.boosted_cross_entropy(two, zero), 2 * ob.cross_entropy(two, zero))
 
 
-# draws of no weight
 @every_objective
 def test_draw_of_no_weight_changes_nothing(objective):
     logits, y = draws(3, 40, 4, seed=7)
@@ -216,27 +191,31 @@ def test_draw_of_no_weight_changes_nothing(objective):
     assert (gradient[:2].abs().amax((0, 2)) > 0).all()
 
 
-# autocast
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_equal_logits_have_a_ratio_in_any_precision(dtype):
     y = torch.tensor([0, 1])
-    for objective in (expected_dlr, targeted_dlr(torch.tensor([1, 2]))):
+    for objective in (ob.expected_dlr, ob.targeted_dlr(torch.tensor([1, 2]))):
         value = objective(torch.zeros(1, 2, 4, dtype=dtype), torch.ones(1), y)
         assert value.tolist() == [0.0, 0.0]
 
 
-# labels
 def test_labels_are_classes():
     for y in ([0, 3], [], [2]):
-        assert check_labels(torch.tensor(y, dtype=torch.int64), 4) is None
+        ob.check_labels(torch.tensor(y, dtype=torch.int64), 4)
     for y in ([0, 4], [-1, 0], [100, 1]):
         with pytest.raises(ValueError, match=rf"labels must be 0 … 3 for 4 classes, got {min(y)} "):
-            check_labels(torch.tensor(y), 4)
+            ob.check_labels(torch.tensor(y), 4)
 
 
 @pytest.mark.parametrize(
     "objective",
-    [*OBJECTIVES, worst_margin, min_confidence, TargetedMargin(1), TargetedMargin(1, "min")],
+    [
+        *OBJECTIVES,
+        ob.worst_margin,
+        ob.min_confidence,
+        ob.TargetedMargin(1),
+        ob.TargetedMargin(1, "min"),
+    ],
 )
 def test_an_objective_reduces_single_draws_as_it_declares(objective):
     logits, y = draws(3, 30, 4, seed=6, dtype=torch.float64)
@@ -245,21 +224,21 @@ def test_an_objective_reduces_single_draws_as_it_declares(objective):
     made = {"mean": (weights[:, None] * alone).sum(0), "min": alone.amin(0)}
     value = objective(logits, weights, y)
     same = [name for name, expected in made.items() if torch.allclose(value, expected)]
-    assert same == ([reduction_of(objective)] if reduction_of(objective) else [])
+    assert same == ([ob.reduction_of(objective)] if ob.reduction_of(objective) else [])
 
 
 def test_an_objective_is_named_as_its_function_and_copied_by_this_name():
-    assert repr(worst_ce) == "worst_ce"
-    assert copy.deepcopy(worst_ce) is worst_ce
-    assert pickle.loads(pickle.dumps(worst_ce)) is worst_ce
+    assert repr(ob.worst_ce) == "worst_ce"
+    assert copy.deepcopy(ob.worst_ce) is ob.worst_ce
+    assert pickle.loads(pickle.dumps(ob.worst_ce)) is ob.worst_ce
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_check_logits_refuses_non_finite_ones(bad):
     """But a class may be ruled out."""
-    check_logits(torch.tensor([[[-torch.inf, 1.0, 0.0]]]), torch.tensor([1]))
-    with pytest.raises(NonFiniteLogitsError, match="not numbers on 1 of 2 images"):
-        check_logits(torch.tensor([[[0.0, 1.0], [bad, 0.0]]]), torch.tensor([0, 1]))
+    ob.check_logits(torch.tensor([[[-torch.inf, 1.0, 0.0]]]), torch.tensor([1]))
+    with pytest.raises(ob.NonFiniteLogitsError, match="not numbers on 1 of 2 images"):
+        ob.check_logits(torch.tensor([[[0.0, 1.0], [bad, 0.0]]]), torch.tensor([0, 1]))
 
 
 @every_objective

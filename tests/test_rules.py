@@ -5,19 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_rob.rules import (
-    VOTING_RULES,
-    abstaining,
-    majority,
-    mean_logits,
-    mean_probs,
-    random_member,
-    rejected_share,
-    top2_majority,
-    top2_majority_as_released,
-)
+from lightning_rob import rules as by
 
-RULES = [*VOTING_RULES.values(), top2_majority_as_released]
+RULES = [*by.VOTING_RULES.values(), by.top2_majority_as_released]
 NAN = float("nan")
 
 
@@ -61,13 +51,13 @@ def test_votes_by_hand(seed, s, k, parts):
     weights = torch.tensor(parts[:s], dtype=torch.float32) / sum(parts[:s])
     rankings = logits[:, 0].argsort(1, descending=True).tolist()
     winner = count_votes(rankings, parts[:s], 1)
-    assert majority(logits, weights).tolist() == one_hot(winner, k)
+    assert by.majority(logits, weights).tolist() == one_hot(winner, k)
     winner = count_votes(rankings, parts[:s], 2)
-    assert top2_majority(logits, weights).tolist() == one_hot(winner, k)
+    assert by.top2_majority(logits, weights).tolist() == one_hot(winner, k)
     expected = [
         sum(p for p, r in zip(parts, rankings, strict=False) if r[0] == c) for c in range(k)
     ]
-    answer = random_member(logits, weights)
+    answer = by.random_member(logits, weights)
     torch.testing.assert_close(answer, torch.tensor([expected]) / sum(parts[:s]))
 
 
@@ -81,8 +71,8 @@ def test_means_by_hand(seed, s, k):
     for b in range(3):
         p = [sum(float(weights[i] * probs[i, b, c]) for i in range(s)) for c in range(k)]
         z = [sum(float(weights[i] * logits[i, b, c]) for i in range(s)) for c in range(k)]
-        assert mean_probs(logits, weights)[b].tolist() == one_hot(p.index(max(p)), k)[0]
-        assert mean_logits(logits, weights)[b].tolist() == one_hot(z.index(max(z)), k)[0]
+        assert by.mean_probs(logits, weights)[b].tolist() == one_hot(p.index(max(p)), k)[0]
+        assert by.mean_logits(logits, weights)[b].tolist() == one_hot(z.index(max(z)), k)[0]
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -104,11 +94,11 @@ def test_equal_weights_tie_in_any_number(count):
     """1/n added up in float32 is not exact; the tie has to be seen all the same."""
     choices = [[1, 0], [0, 1]] * (count // 2)
     weights = torch.full((len(choices),), 1 / len(choices))
-    assert majority(ballots(*choices, classes=2), weights).tolist() == one_hot(1, 2)
+    assert by.majority(ballots(*choices, classes=2), weights).tolist() == one_hot(1, 2)
 
 
 # logits that are not numbers
-@pytest.mark.parametrize("rule", [random_member, majority, top2_majority])
+@pytest.mark.parametrize("rule", [by.random_member, by.majority, by.top2_majority])
 @pytest.mark.parametrize("where", [0, 1, 2])
 def test_nan_draw_never_votes(rule, where):
     """Wherever the NaN is, the weight of the non-finite draw goes to no class."""
@@ -117,7 +107,7 @@ def test_nan_draw_never_votes(rule, where):
     weights = torch.tensor([0.5, 0.3, 0.2])
     answer = rule(logits, weights)
     assert not answer.isnan().any()
-    assert answer[0, 0] == (1.0 if rule is not random_member else 0.5)
+    assert answer[0, 0] == (1.0 if rule is not by.random_member else 0.5)
     assert answer[0, 1:].tolist() == [0, 0]
 
 
@@ -133,15 +123,15 @@ def test_ties_of_two_votes_as_released_go_to_the_second_choice():
     """Two draws that agree on both classes: each class has two votes."""
     logits = torch.tensor([[[1.0, 3.0, 2.0]], [[0.0, 5.0, 4.0]]])
     weights = torch.full((2,), 0.5)
-    assert top2_majority(logits, weights).argmax().item() == 1
-    assert top2_majority_as_released(logits, weights).argmax().item() == 2
+    assert by.top2_majority(logits, weights).argmax().item() == 1
+    assert by.top2_majority_as_released(logits, weights).argmax().item() == 2
     clear = torch.tensor([[[1.0, 3.0, 2.0]], [[4.0, 5.0, 0.0]]])
-    assert top2_majority_as_released(clear, weights).argmax().item() == 1
+    assert by.top2_majority_as_released(clear, weights).argmax().item() == 1
 
 
 @pytest.mark.parametrize("bad", [NAN, torch.inf, -torch.inf])
 def test_non_finite_draws_never_vote_for_class_0(bad):
-    for rule in VOTING_RULES.values():
+    for rule in by.VOTING_RULES.values():
         logits = torch.full((3, 4, 5), bad)
         assert torch.equal(rule(logits, torch.full((3,), 1 / 3)), torch.zeros(4, 5))
         logits[:, 1:] = torch.eye(5)[2]
@@ -151,14 +141,14 @@ def test_non_finite_draws_never_vote_for_class_0(bad):
 
 
 def test_a_rule_that_abstains_does_not_reject_what_is_not_finite():
-    rule = abstaining(lambda logits, weights: 0 * mean_probs(logits, weights))
+    rule = by.abstaining(lambda logits, weights: 0 * by.mean_probs(logits, weights))
     logits = torch.zeros(2, 3, 4)
     logits[:, 0], logits[0, 1] = NAN, NAN
     rows = rule(logits, torch.full((2,), 0.5))
-    assert rejected_share(rows, None, True).tolist() == [0.0, 1.0, 1.0]
+    assert by.rejected_share(rows, None, True).tolist() == [0.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize("rule", [mean_probs, mean_logits])
+@pytest.mark.parametrize("rule", [by.mean_probs, by.mean_logits])
 def test_small_logits_of_several_draws_are_no_ties(rule):
     """To first order in small logits both means are the mean logit, here in exact integers."""
     whole = torch.randint(-1000, 1000, (3, 200, 5), generator=torch.Generator().manual_seed(0))
@@ -172,10 +162,10 @@ def test_differences_below_single_precision_decide_between_confident_draws():
     """The mean probabilities are 1/2 up to 4.5e-10: float32 has a tie."""
     logits = torch.tensor([[[1.0, 1e-9]], [[1e-10, 1.0]]], dtype=torch.float64).log().float()
     exact = logits.double().softmax(-1).mean(0).argmax(-1)
-    assert mean_probs(logits, torch.full((2,), 0.5)).argmax(-1) == exact == 1
+    assert by.mean_probs(logits, torch.full((2,), 0.5)).argmax(-1) == exact == 1
 
 
-@pytest.mark.parametrize("rule", [majority, top2_majority])
+@pytest.mark.parametrize("rule", [by.majority, by.top2_majority])
 def test_leading_draw_of_no_weight_breaks_no_tie(rule):
     logits = ballots([2, 0, 1], [1, 0, 2], [2, 0, 1])
     weights = torch.tensor([0.0, 0.5, 0.5])
@@ -187,7 +177,7 @@ def test_leading_draw_of_no_weight_breaks_no_tie(rule):
 def test_random_member_is_exact_in_half_precision(dtype, autocast):
     logits = ballots([0, 1, 2], [1, 0, 2]).to(torch.float32 if autocast else dtype)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        answer = random_member(logits, torch.tensor([0.9, 0.1])).float()
+        answer = by.random_member(logits, torch.tensor([0.9, 0.1])).float()
     torch.testing.assert_close(answer, torch.tensor([[0.9, 0.1, 0.0]]), rtol=0, atol=1e-6)
 
 
@@ -195,4 +185,4 @@ def test_random_member_is_exact_in_half_precision(dtype, autocast):
 def test_one_vote_in_a_thousand_decides(dtype):
     choices = [[1, 0]] * 500 + [[0, 1]] * 501
     logits, weights = ballots(*choices, classes=2).to(dtype), torch.full((1001,), 1 / 1001)
-    assert majority(logits, weights).tolist() == one_hot(0, 2)
+    assert by.majority(logits, weights).tolist() == one_hot(0, 2)

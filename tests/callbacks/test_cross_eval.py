@@ -12,8 +12,6 @@ from lightning_rob.modules import AdversarialTraining
 from lightning_rob.threat import Threat
 from tests.callbacks.test_any_module import trainer
 from tests.pieces import lines_of, spec
-from tests.schema import checked
-from tests.test_ddp import TWO, start
 from tests.tiny import Blobs, TinyNet, arc, fit_all, images_of, pgd, recipe, run
 
 THREAT = Threat("linf", 24 / 255)
@@ -111,29 +109,6 @@ def test_run_leaves_records_pictures_and_curves_of_the_members_begun(fitted):
     for name in ("pgd", "arc"):
         with Image.open(fitted / f"run/version_0/transfer_{name}.png") as picture:
             assert min(picture.size) > 200
-
-
-def test_two_processes_give_the_same_matrices_and_the_same_gallery(fitted, tmp_path):
-    checkpoint = fitted / "run/version_0/checkpoints/epoch=3-step=16.ckpt"
-    weak, strong = pgd(steps=1, random_start=True), pgd(steps=10, random_start=False)
-    gallery = {"weak": weak, "strong": strong, "count": 5}
-    callbacks = [
-        cross_eval({"pgd": pgd(random_start=True), "arc": arc()}, max_images=60),
-        spec("lightning_rob.callbacks.Gallery", **gallery),
-    ]
-    data = spec("tests.tiny.Blobs", test_size=101)
-    found = []
-    for name, args in (("one", ["--data.eval_batch_size=101"]), ("two", TWO)):
-        file = recipe(tmp_path / name, data=data, **{"trainer__callbacks+": callbacks})
-        start("test", "--config", file, "--ckpt_path", checkpoint, *args)
-        folder = tmp_path / name / "run/version_0"
-        matrices = [(r["name"], r["n"], r["matrix"]) for r in transfers(tmp_path / name)]
-        counts = checked((folder / "gallery.jsonl").read_text())
-        with Image.open(folder / "gallery.png") as picture:
-            shown = picture.tobytes()
-        found.append((matrices, [counts[key] for key in ("n", "left", "fooled")], shown))
-    assert found[0] == found[1] and [n for _, n, _ in found[0][0]] == [60, 60]
-    assert found[0][1][0] == 101 and found[0][1][2] > 0
 
 
 @pytest.mark.parametrize(

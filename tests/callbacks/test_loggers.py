@@ -10,10 +10,6 @@ from tests.callbacks.test_any_module import ATTACKS, DATA, THREAT, Classifier, t
 from tests.pieces import lines_of
 
 
-def tensorboard(folder):
-    return TensorBoardLogger(folder)
-
-
 def wandb(folder):
     pytest.importorskip("wandb")
     return WandbLogger(save_dir=folder, offline=True)
@@ -35,7 +31,7 @@ def several(folder):
     return [CSVLogger(folder), TensorBoardLogger(folder / "board")]
 
 
-MADE = (tensorboard, wandb, mlflow, mlflow_server, several)
+MADE = (wandb, mlflow, mlflow_server, several)
 
 
 def pictures(folder, make):

@@ -1,7 +1,6 @@
 """Checkpoints: written whole, and refused where they are damaged or none."""
 
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,15 +20,6 @@ def test_no_fit_goes_on_from_a_damaged_checkpoint(tmp_path, capsys):
     path.write_bytes(content)
     line = refused(capsys, "fit", "--config", recipe(tmp_path), "--ckpt_path", path)
     assert "net.ckpt is damaged (" in line
-
-
-def test_a_kill_leaves_the_earlier_checkpoint(tmp_path, monkeypatch):
-    path = tmp_path / "last.ckpt"
-    checkpoints.SafeCheckpointIO().save_checkpoint({"state_dict": {"x": torch.zeros(3)}}, path)
-    monkeypatch.setattr(checkpoints, "atomic_write", Mock(side_effect=KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        checkpoints.SafeCheckpointIO().save_checkpoint({"state_dict": {}}, path)
-    assert len(checkpoints.read_checkpoint(str(path))["state_dict"]) == 1
 
 
 def test_a_requeued_job_finds_the_checkpoint_that_lightning_has_written(tmp_path):

@@ -97,43 +97,37 @@ def test_bad_checkpoints(tmp_path):
         lightning_rob.load(tmp_path / "plain.ckpt")
 
 
+def brighter(x):
+    return 0.5 * x + 0.5
+
+
 def test_commands_on_a_module_of_others(foreign, capsys):
+    """They take the preprocessing of the plug-in."""
     checkpoint = f"--ckpt_path={checkpoint_of(foreign)}"
     quick = ["--images=8", "--queries=5", "--steps=2"]
-    main(["test", checkpoint, "--allow-import=tests", "--trainer.callbacks+=pgd"])
+    plug = ["--trainer.callbacks+=pgd", f"--trainer.callbacks.preprocess={HERE}.brighter"]
+    main(["test", checkpoint, "--allow-import=tests", *plug[:1]])
     main(["audit", checkpoint, "--allow-import=tests", *quick])
-    sweep = ["--over=eps", "--values=1/255,2/255", "--trainer.callbacks+=pgd", "--out=sweep"]
+    sweep = ["--over=eps", "--values=1/255,2/255", *plug, "--out=sweep"]
     main(["sweep", checkpoint, "--allow-import=tests", *sweep])
-    main(["monitor", str(foreign), "--once", "--suite=pgd", "--allow-import=tests", "--out=m"])
+    watch = [str(foreign), "--once", "--suite=pgd", plug[1], "--allow-import=tests", "--out=m"]
+    main(["monitor", *watch])
+    net, accuracies = lightning_rob.load_module(checkpoint_of(foreign), "tests"), []
+    for inputs in ({"preprocess": brighter}, {}):
+        found = evaluate(net, ATTACKS, DataLoader(DATA, 40), progress=False, **inputs)
+        accuracies.append(found.accuracy("clean"))
+    assert accuracies[0] != accuracies[1]
+    for file in ("sweep/sweep.jsonl", "m/monitor.jsonl"):
+        named = (line for line in lines_of(Path(file)) if line.get("name") == "clean")
+        (found,) = {line["accuracy"] for line in named}
+        assert found == pytest.approx(accuracies[0])
     main(["export", checkpoint, "--allow-import=tests", "--out=net.pt2"])
     program = torch.export.load("net.pt2").module()
     x = DATA[:4][0]
     expected = lightning_rob.load(checkpoint_of(foreign), ["tests"])(x)
     assert torch.equal(program(x), expected)
-    monitored = lines_of(Path("m/monitor.jsonl"))
-    assert {"clean", "pgd"} <= {event.get("name") for event in monitored}
     line = refused(capsys, "predict", checkpoint, "--allow-import=tests")
     assert "predict is for modules of lightning_rob.modules" in line
-
-
-def brighter(x):
-    return 0.5 * x + 0.5
-
-
-def test_commands_take_the_preprocessing_of_the_plug_in(foreign):
-    checkpoint = f"--ckpt_path={checkpoint_of(foreign)}"
-    plug = ["--allow-import=tests", "--trainer.callbacks+=pgd"]
-    plug += [f"--trainer.callbacks.preprocess={HERE}.brighter"]
-    net = lightning_rob.load_module(checkpoint_of(foreign), "tests")
-    clean = evaluate(net, ATTACKS, DataLoader(DATA, 40), preprocess=brighter, progress=False)
-    other = evaluate(net, ATTACKS, DataLoader(DATA, 40), progress=False)
-    assert clean.accuracy("clean") != other.accuracy("clean")
-    main(["sweep", checkpoint, *plug, "--over=eps", "--values=8/255", "--out=sweep"])
-    main(["monitor", str(foreign), "--once", "--suite=pgd", *plug[::2], "--out=m"])
-    for file in ("sweep/sweep.jsonl", "m/monitor.jsonl"):
-        named = (line for line in lines_of(Path(file)) if line.get("name") == "clean")
-        (found,) = {line["accuracy"] for line in named}
-        assert found == pytest.approx(clean.accuracy("clean"))
 
 
 def test_plug_ins_by_short_name():

@@ -135,5 +135,5 @@ for path in sys.argv[1:]:
 
 def test_plug_ins_are_read_by_any_lightning_cli():
     """Their names and fractions, in a process that has not imported this package."""
-    files = [str(path) for path in sorted((ROOT / "callbacks").glob("[ap]*.yaml"))]
+    files = [ROOT / f"callbacks/{name}.yaml" for name in ("arc", "audit", "autoattack", "pgd")]
     assert python("-c", PLAIN, *files) == "linf 8/255 True\n"

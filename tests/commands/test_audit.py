@@ -2,15 +2,13 @@
 
 from types import SimpleNamespace
 
-import pytest
 import yaml
 
 from lightning_rob.attacks import PGD
 from lightning_rob.commands.audit import AuditConfig, audited_threat
 from lightning_rob.threat import Threat
-from tests.pieces import records, shell, spec
+from tests.pieces import records, spec
 from tests.schema import checked
-from tests.test_ddp import TWO
 from tests.tiny import exit_code, pgd, recipe, robust_eval, run
 
 
@@ -86,32 +84,3 @@ def test_the_radius_is_that_of_the_training():
         attack = trained and PGD(trained, 1, 0.1)
         for module in (SimpleNamespace(attack=attack), SimpleNamespace(threat=trained)):
             assert audited_threat(AuditConfig(**options), module)[0] == threat
-
-
-def test_options_without_a_meaning():
-    for options, message in (
-        ({"eps": 0.0}, "--eps must be above 0, got 0"),
-        ({"eps": 8.0, "norm": "linf"}, "--eps 8 holds every image, .* did you mean 8/255"),
-        ({"eps": 8.0}, "--eps 8 holds every image"),  # of the training's norm
-        ({"norm": "3"}, "--norm must be linf, l2 or l1, got 3"),
-        ({"images": 0}, "images must be at least 1, got 0"),
-        ({"seed": -1}, "seed must be at least 0, got -1"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            audited_threat(AuditConfig(**options), SimpleNamespace(threat=Threat("linf", 0.1)))
-
-
-@pytest.mark.slow  # test_ddp holds for all evaluation callbacks that ranks share the groups
-def test_two_processes_find_the_same(trained, tmp_path):
-    """Except Square, whose noise depends on the batch."""
-    found = []
-    for name, args in {"one": [], "two": TWO}.items():
-        callbacks = {"trainer__callbacks+": [audited(queries=1, max_images=None)]}
-        file = recipe(tmp_path / name, **callbacks)
-        shell("test", "--config", file, "--ckpt_path", trained, *args)
-        record = checked((tmp_path / name / "run/version_0/audit.json").read_text())
-        assert {r["n"] for r in record["attacks"]} == {33}
-        rows = {r["name"]: r["accuracy"] for r in record["attacks"] if r["name"] != "square"}
-        findings = {f["name"]: f for f in record["findings"] if f["name"] != "black_box"}
-        found.append((rows, findings))
-    assert found[0] == found[1]

@@ -1,9 +1,7 @@
 """The command `bpda`: which networks it trains or finds, and which options it refuses."""
 
-import os
 import re
 
-import pytest
 import torch
 import yaml
 
@@ -15,7 +13,7 @@ from lightning_rob.transforms.bpda import load_approximation as load
 from lightning_rob.transforms.bpda import load_approximations, place_of, train_bpda
 from lightning_rob.transforms.nondifferentiable import ALL
 from tests.pieces import spec
-from tests.tiny import Blobs, TinyNet, images_of, refused, run
+from tests.tiny import Blobs, TinyNet, images_of, run
 
 COLOUR = ["--data", "tests.tiny.Blobs", "--data.train_size=40"]
 ONCE = ["--epochs", "1"]
@@ -106,20 +104,3 @@ def test_ways_to_choose_transforms():
     assert list(build_transforms("nondifferentiable")) == [kind.__name__ for kind in ALL]
     names = {*catalogue(), "Bilateral", *(kind.__name__ for kind in ALL)}
     assert {*build_transforms("all")} == names and len(names) == 39
-
-
-@pytest.mark.parametrize(
-    ("args", "reason"),
-    [
-        ([], "say where the networks go to: --out FOLDER"),
-        (["--out", "{}"], "data"),
-        (["--out", "{}", *COLOUR, "--transforms", "Affin"], "no transform 'Affin', did you mean"),
-        (["--out", "{}", *COLOUR, "--epochs", "0"], "epochs must be at least 1, got 0"),
-        (["--out", "{}", "--config", "nothing.yaml"], "there is no recipe nothing.yaml"),
-    ],
-)
-def test_invalid_options(tmp_path, capsys, args, reason):
-    (tmp_path / "file").write_text("no folder")
-    args = [arg.format(tmp_path) if arg.startswith("{}") else arg for arg in args]
-    assert reason in refused(capsys, "bpda", *args)
-    assert os.listdir(tmp_path) == ["file"]

@@ -3,10 +3,8 @@
 import csv
 import json
 
-import pytest
 from PIL import Image
 
-from lightning_rob.commands.certify import CertifyConfig
 from lightning_rob.evaluation.result_file import read_result_file
 from tests.pieces import lines_of, spec
 from tests.schema import checked
@@ -56,18 +54,3 @@ def test_the_callback_logs_and_leaves_training_as_it_is(trained, tmp_path):
     assert records[3]["accuracy"][0] >= records[3]["accuracy"][1] > 0
     card = json.loads((folder / "images/val-epoch0003-certified.json").read_text())
     assert card["kind"] == "certificates" and card["sigma"] == 0.1
-
-
-def test_options_without_a_meaning():
-    for options, message in (
-        ({"sigma": 0.0}, "--sigma must be above 0, got 0"),
-        ({"failure": 1.0}, r"--failure is a probability in \(0, 1\), got 1"),
-        ({"images": 0}, "images must be at least 1, got 0"),
-        ({"draws": 0}, "draws must be at least 1, got 0"),
-        ({"radii": "0,0.1"}, "--radii must be above 0, got 0: 0 is always among them"),
-        ({"radii": "a"}, "--radii takes numbers and fractions, got 'a'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            CertifyConfig(**options)
-    assert CertifyConfig(radii=0.5).lengths(0.1) == (0.5,)
-    assert CertifyConfig().lengths(0.25) == (0.125, 0.25, 0.375, 0.5)

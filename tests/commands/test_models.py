@@ -78,20 +78,3 @@ def test_once_the_others_are_evaluated_and_the_failure_is_the_exit_code(listed, 
     assert "second: " in error and "NoSuchCallback" in error
     assert "third: there is no checkpoint in" in error
     assert "fourth: there is no folder or checkpoint" in error
-
-
-BAD = {
-    "must name models": "[]",
-    "must have options such as run, got 3": "a: 3",
-    "once is of the process: --once": "a: {run: ., once: true}",
-    "say first which run": "a: {drop: 0.1}",
-    "a and b have one history": "{a: {run: .}, b: {run: .}}",
-    "there is no option --nosuch": "a: {run: ., nosuch: 1}",
-}
-
-
-def test_files_that_name_no_models(tmp_path, capsys):
-    for reason, text in BAD.items():
-        (tmp_path / "models.yaml").write_text(text)
-        assert watch("models.yaml", "--once") == 2
-        assert reason in capsys.readouterr().err

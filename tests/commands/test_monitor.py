@@ -537,13 +537,9 @@ def test_a_suite_of_its_own_where_none_is_given(trained, watched, put):
     assert found["worst"]["accuracy"] <= weaker + 1e-9
 
 
-@pytest.mark.parametrize("kind", ["FreeTraining", "AdversarialTraining"])
-def test_a_suite_of_its_own_is_within_the_threat_of_the_training(tmp_path, kind):
-    """Of a training with its own attack, and of one against several."""
-    threat = {"norm": "l2", "eps": 0.7}
-    own = {"threat": threat, "replays": 2} if kind == "FreeTraining" else {}
-    own = own or {"attack": [pgd(threat=threat), pgd()]}
-    model = spec(kind, net=spec("tests.tiny.TinyNet"), **own)
+def test_a_suite_of_its_own_is_within_the_threat_of_a_training_against_several(tmp_path):
+    attack = [pgd(threat={"norm": "l2", "eps": 0.7}), pgd()]
+    model = spec("AdversarialTraining", net=spec("tests.tiny.TinyNet"), attack=attack)
     folder = fit(tmp_path, model=model, trainer__max_epochs=1).parents[1]
     options = ("--trainer.accelerator=cpu", "--data.test_size=8", "--trainer.logger=false")
     run("monitor", folder, "--once", *options)
@@ -625,33 +621,6 @@ def test_a_logger_that_hangs_takes_a_tenth_of_the_time_and_loses_no_figure(tmp_p
         assert [row["step"] for row in rows] == list("12345678")
     error = capsys.readouterr().err
     assert error.count("figures could not be logged") == 1 and "hidden" not in error
-
-
-BAD = {
-    "say first which run": ["--once"],
-    "no folder": ["nowhere", "--once"],
-    "--notify takes a URL": [".", "--notify=example.com"],
-    "no checkpoint in": [".", "--once"],
-    "leave out --ckpt_path": [".", "--ckpt_path=x.ckpt"],
-    "--drop takes": [".", "--drop=often"],
-    "--serve 70000": [".", "--serve=70000"],
-    "--serve_host is for --serve": [".", "--serve_host=0.0.0.0"],
-    "needs --out FOLDER": ["memory://bucket/run"],
-    "user info": ["s3://key:hidden@bucket/run", "--out=x"],
-    "a registered model is mlflow:models/NAME@ALIAS": ["mlflow:net", "--out=x"],
-    "there is no checkpoint in memory:": ["memory://bucket/run", "--out=x", "--once"],
-    "the history cannot be written": [".", "--once", "--out=file/folder"],
-    "a threshold is": [".", "--alarm=robust/worst"],
-}
-
-
-@pytest.mark.parametrize("reason", BAD)
-def test_bad_input_gets_one_line(reason, tmp_path, capsys):
-    (tmp_path / "file").touch()
-    assert exit_code("monitor", *BAD[reason]) == 2
-    error = capsys.readouterr().err
-    (told,) = [line for line in error.splitlines() if "error:" in line]
-    assert reason in told and "hidden" not in error
 
 
 def test_a_single_file_is_compared_in_the_order_of_deployment(trained, watched, put, capsys):

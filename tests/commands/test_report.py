@@ -195,13 +195,6 @@ def test_a_half_written_line_and_foreign_files_do_no_harm(whole):
     assert "0.7%" not in text  # the schema is another one
 
 
-def test_a_run_of_fields_of_another_kind_is_named_and_the_others_are_shown(tmp_path, whole):
-    odd = line("apgd", 0.5, interval=[None, 1], n="many", versions=3, seconds="long")
-    _, text, _ = made(whole, folder(tmp_path / "odd", [odd]), out=tmp_path / "report.html")
-    assert text.count("its records cannot be shown") == 2  # beside the others, and alone
-    assert "53.1%" in text
-
-
 def test_what_was_evaluated_again_counts_once():
     lines = [line("apgd", 0.1 + 0.1 * e, "val", e) for e in range(5)]
     resumed = [line("apgd", 0.75, "val", 2), line("apgd", 0.8, "val", 3)]
