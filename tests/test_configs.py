@@ -263,7 +263,10 @@ def names_in(folder):
     return {line["name"] for path in logs for line in lines_of(path)}
 
 
-@pytest.mark.parametrize("files", [CALLBACKS[i::4] for i in range(4)], ids=lambda p: p[0].stem)
+PARTS = [CALLBACKS[i::4] for i in range(4)]
+
+
+@pytest.mark.parametrize("files", PARTS, ids=lambda files: " ".join(p.stem for p in files))
 def test_callbacks_plug_into_a_recipe(files, tmp_path):
     plain = recipe(tmp_path, **{"trainer__callbacks+": [], "model__init_args__monitor": None})
     contents = [plugged(file) for file in files]
