@@ -66,9 +66,7 @@ from lightning_rob.attacks import (
 )
 from lightning_rob.attacks.nested import map_attacks
 from lightning_rob.defenses import DENT, Ensemble, RandomTransforms, Single
-from lightning_rob.objectives import (
-    linear,
-)
+from lightning_rob.objectives import linear
 from lightning_rob.randomness import Streams
 from lightning_rob.runtime.errors import NoGradientError
 from lightning_rob.threat import Threat

@@ -190,8 +190,7 @@ def test_random_defense_has_no_fixed_classifiers(wrap):
 
 
 @pytest.mark.parametrize(
-    "wrap",
-    [Single, lambda rt: Ensemble([rt, rt]), lambda rt: RandomTransforms(rt, FLIPS, 1, 1)],
+    "wrap", [Single, lambda rt: Ensemble([rt, rt]), lambda rt: RandomTransforms(rt, FLIPS, 1, 1)]
 )
 def test_a_defense_in_the_place_of_a_network_is_refused(wrap):
     """Its predictions are one-hot, from the global random stream: no gradient, no seed."""

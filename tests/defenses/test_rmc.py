@@ -10,14 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from lightning_rob.attacks import GMSA, PGD
 from lightning_rob.defenses import Single
-from lightning_rob.defenses.rmc import (
-    RMC,
-    FeatureStore,
-    features,
-    nearest,
-    split,
-    stops,
-)
+from lightning_rob.defenses.rmc import RMC, FeatureStore, features, nearest, split, stops
 from lightning_rob.defenses.transductive import Source
 from lightning_rob.nets import LeNet, SmallCNN
 from lightning_rob.randomness import Streams

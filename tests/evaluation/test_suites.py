@@ -29,12 +29,7 @@ from lightning_rob.defenses import (
     TransformEnsemble,
     URejectron,
 )
-from lightning_rob.evaluation.suites import (
-    attacks_by_name,
-    default_attacks,
-    plug_in_for,
-    suite_for,
-)
+from lightning_rob.evaluation.suites import attacks_by_name, default_attacks, plug_in_for, suite_for
 from lightning_rob.nets import SmallCNN
 from lightning_rob.objectives import ce_of_votes, linear
 from lightning_rob.randomness import uniform

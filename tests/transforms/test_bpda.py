@@ -10,14 +10,7 @@ from torch.nn.functional import batch_norm, conv2d
 from lightning_rob.attacks import PGD
 from lightning_rob.defenses import RandomTransforms
 from lightning_rob.threat import Threat
-from lightning_rob.transforms import (
-    FFT,
-    Affine,
-    Erase,
-    Gamma,
-    Swirl,
-    VerticalFlip,
-)
+from lightning_rob.transforms import FFT, Affine, Erase, Gamma, Swirl, VerticalFlip
 from lightning_rob.transforms.bpda import (
     BPDANet,
     approximated,

@@ -18,10 +18,7 @@ from lightning_rob.transforms import (
     GrayTwoChannels,
 )
 from lightning_rob.transforms.base import soft_modulo
-from lightning_rob.transforms.color import (
-    hsv_to_rgb,
-    rgb_to_hsv,
-)
+from lightning_rob.transforms.color import hsv_to_rgb, rgb_to_hsv
 from tests.transforms.inputs import assert_same, generator
 
 X = torch.rand(4, 3, 9, 10, generator=generator(), dtype=torch.float64)
