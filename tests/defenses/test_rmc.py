@@ -172,7 +172,7 @@ def test_an_undefended_network_is_repaired():
     assert clean > 0.9
     assert static < 0.1
     defense = rmc(optimizer=partial(torch.optim.Adam, lr=0.003), epochs=30, neighbours=60)
-    right, rounds = 0, 30
+    right, rounds = 0, 15
     for place in range(rounds):
         x = x_adv[place : place + 1]
         final = defense.adapt(x, seeded(place))
