@@ -41,7 +41,7 @@ ATTACKS = {
     "pgd": PLAIN,
     "pgd, early": PGD(LINF, 20, 0.03, restarts=3, keep_best=True, early_stop=True),
     "apgd": APGD(LINF, steps=20),
-    "autoattack": AutoAttack(LINF, "custom", ("apgd-t", "square"), queries=200),
+    "autoattack": AutoAttack(LINF, "custom", ("apgd-t", "square"), passes=400),
     "arc": ARC(LINF, 10),
     "deepfool": DeepFool(LINF),
     "fab": FAB(LINF, steps=20),

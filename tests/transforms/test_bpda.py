@@ -143,10 +143,10 @@ def test_an_attack_in_inference_mode(gradients):
 
 @pytest.mark.parametrize("transform", [VerticalFlip(), Gamma(0.9)])
 def test_it_learns(transform):
-    images = smooth_images(256, 8)
-    trained = train_bpda(transform, images[:128], 12, 16, generator=generator())
+    images = smooth_images(384, 8)
+    trained = train_bpda(transform, images[:192], 12, 16, generator=generator())
     assert trained.error < 0.25 * trained.identity
-    fresh = images[128:]
+    fresh = images[192:]
     params = transform.sample(fresh, generator(5))
     y = transform(fresh, *params)
     assert (trained.net(fresh, *params) - y).square().mean() < 0.25 * (fresh - y).square().mean()
