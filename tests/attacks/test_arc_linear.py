@@ -88,7 +88,7 @@ def check_consistent(w, b, alpha, x, y, p, eps):
     assert not all(right)
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@settings(deadline=None, derandomize=True, max_examples=100)
 @given(
     seed=st.integers(0, 2**31),
     members=st.integers(1, 5),
@@ -109,7 +109,7 @@ def test_theorem_5_1(seed, members, dim, p, share, opposition, equal):
 NUMBERS = st.integers(-8, 8).map(lambda n: n / 4)
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@settings(deadline=None, derandomize=True, max_examples=100)
 @given(data=st.data(), p=st.sampled_from(ORDERS), eps=st.sampled_from([0.01, 0.1, 0.5, 1.0, 4.0]))
 def test_theorem_5_1_in_degenerate_positions(data, p, eps):
     """Parallel and opposed members, ties, zeros in w, equal distances."""
@@ -130,7 +130,7 @@ def test_theorem_5_1_in_degenerate_positions(data, p, eps):
     check_consistent(w, b, alpha, x, y, p, eps)
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
+@settings(deadline=None, derandomize=True, max_examples=60)
 @given(
     seed=st.integers(0, 2**31),
     members=st.integers(1, 5),

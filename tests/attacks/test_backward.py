@@ -9,6 +9,7 @@ import torch
 import torchvision
 from torch import nn
 from torch.nn import functional as F
+from torchvision.models.resnet import Bottleneck
 
 from lightning_rob.attacks import PGD, SGM, InsideBounds, LinBP, attacking
 from lightning_rob.attacks.backward import residual_blocks
@@ -112,10 +113,9 @@ NETS = {
     "A": (lambda: ResNet(14, 4, (4, 8, 16)), small),
     "wide": (lambda: WideResNet(16, 1, 4), wide),
     "torchvision 18": (lambda: torchvision.models.resnet18(num_classes=4), vision),
-    "torchvision 50": (lambda: torchvision.models.resnet50(num_classes=4), vision),
+    "bottlenecks": (lambda: torchvision.models.ResNet(Bottleneck, [2, 1, 1, 1], 4), vision),
 }
 all_nets = pytest.mark.parametrize("name", NETS)
-not_the_largest = pytest.mark.parametrize("name", list(NETS)[:-1])
 
 
 @cache
@@ -150,10 +150,6 @@ def vjp(function, z, g):
     return torch.autograd.grad(function(z), z, g)[0]
 
 
-def linear_relu(z):
-    return z + (z.relu() - z).detach()
-
-
 def reference(name, net, x, gamma=1.0, start=None, first_blocks=False):
     """Back through the blocks by hand."""
     stem, stages, head = NETS[name][1](net)
@@ -174,7 +170,7 @@ def reference(name, net, x, gamma=1.0, start=None, first_blocks=False):
         g = vjp(after, met, g)
         through = vjp(lambda e, b=branch: b(e, torch.relu), entry, g)
         if i >= first:
-            linear = vjp(lambda e, b=branch: b(e, linear_relu), entry, g)
+            linear = vjp(lambda e, b=branch: b(e, lambda z: z + (z.relu() - z).detach()), entry, g)
             ratio = through.flatten(1).norm(dim=1) / linear.flatten(1).norm(dim=1)
             through = linear * ratio.view(-1, 1, 1, 1)
         identity = skip is same or isinstance(skip, nn.Identity)
@@ -242,11 +238,7 @@ def hooked_gradient(net, x, gamma):
             handle.remove()
 
 
-def listed(*blocks):
-    return nn.ModuleList(blocks)
-
-
-@pytest.mark.parametrize("lists", [nn.Sequential, listed])
+@pytest.mark.parametrize("lists", [nn.Sequential, lambda *blocks: nn.ModuleList(blocks)])
 @pytest.mark.parametrize("names", [("layer1", "layer2"), ("early", "late")])
 def test_sgm_is_that_of_the_released_hooks(lists, names):
     """The first block of a stage keeps its gradient though its skip is the identity."""
@@ -313,7 +305,7 @@ def everything(net):
     }
 
 
-@not_the_largest
+@all_nets
 @pytest.mark.parametrize("trick", [SGM(0.5), LinBP(0.0)], ids=["SGM", "LinBP"])
 def test_leaves_nothing_behind(name, trick):
     net, x = built(name), images()

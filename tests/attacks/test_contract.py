@@ -66,9 +66,7 @@ from lightning_rob.attacks import (
 )
 from lightning_rob.attacks.nested import map_attacks
 from lightning_rob.defenses import DENT, Ensemble, RandomTransforms, Single
-from lightning_rob.objectives import (
-    linear,
-)
+from lightning_rob.objectives import ce_of_mean_probs, expected_dlr, linear
 from lightning_rob.randomness import Streams
 from lightning_rob.runtime.errors import NoGradientError
 from lightning_rob.threat import Threat
@@ -546,14 +544,21 @@ def test_another_radius(attack, defense):
 
 # errors
 @entries(*OWN_CHECKS)
-def test_non_finite_logits(attack, defense):
-    """One such member would shield the others: the objective of all has no gradient."""
-    x, y = images(4, seed=23)
-    broken = Ensemble([defense.members[0], NonFinite(defense.members[1])])
-    before = snapshot(broken)
-    with pytest.raises(ValueError, match="logits are not numbers on 4 of 4 images"):
-        attack(broken, x, y, seeded())
-    assert_same(before, snapshot(broken))
+def test_what_no_attack_can_take_is_refused_and_leaves_nothing_behind(attack, defense):
+    """One member of NaN would shield the others; one logit can only be right."""
+    x, y = images(4, seed=26)
+    nan = Ensemble([defense.members[0], NonFinite(defense.members[1])])
+    one = nn.Sequential(nn.Flatten(), nn.Linear(x[0].numel(), 1))
+    for refused, labels, message in (
+        (nan, y, "logits are not numbers on 4 of 4 images"),
+        (Ensemble([one, one]), 0 * y, "two logits or more, got 1: of a single logit z make"),
+        (defense, y - 4 * (y == y[1]), r"labels must be 0 … 3 for 4 classes, got"),
+        (defense, y + 4 * (y == y[1]), r"labels must be 0 … 3 for 4 classes, got"),
+    ):
+        before = snapshot(refused)
+        with pytest.raises(ValueError, match=message):
+            attack(refused, x, labels, seeded())
+        assert_same(before, snapshot(refused))
 
 
 NO_GRADIENT = {
@@ -573,24 +578,6 @@ def test_no_gradient_at_all(attack, defense, cut):
         net.register_forward_hook(lambda net, x, logits: cut(logits))
     with pytest.raises(NoGradientError, match=r"^no gradient leads .* Square.*BPDA.*audit"):
         attack(defense, x, defense.adapt(x)(x).argmax(1), seeded())
-
-
-@entries(*OWN_CHECKS)
-def test_labels_out_of_range(attack, defense):
-    for label in (-1, 4):
-        x, y = images(4, seed=26)
-        y[1] = label
-        with pytest.raises(ValueError, match=r"labels must be 0 … 3 for 4 classes, got"):
-            attack(defense, x, y, seeded())
-
-
-@entries(*OWN_CHECKS)
-def test_one_logit_is_refused(attack, defense):
-    """A single class can only be right: every image would look robust."""
-    net = nn.Sequential(nn.Flatten(), nn.Linear(images(1)[0][0].numel(), 1))
-    x, y = images(4, seed=26)
-    with pytest.raises(ValueError, match=r"two logits or more, got 1: of a single logit z make"):
-        attack(Ensemble([net, net]), x, 0 * y, seeded())
 
 
 X, Y = images(4, seed=25)
@@ -613,11 +600,6 @@ def test_bad_input(pair, attack, x, y, message):
     """Images and labels are checked once for all attacks, before any begins."""
     with pytest.raises(ValueError, match=message):
         attack(pair, x, y, seeded())
-
-
-def test_a_network_is_no_defense():
-    with pytest.raises(TypeError, match=r"attacks are on a Defense, got ConvNet: wrap .* Single"):
-        STEPS(trained_net(1), *images(2))
 
 
 @entries(where=lambda attack: not isinstance(attack, Foreign))
@@ -662,6 +644,10 @@ def test_counts_lengths_and_norms_are_checked_as_an_attack_is_built(attack, kind
         (lambda: LinBP(1.5), "start must be in"),
         (lambda: InsideBounds(0.7), "hair must be in"),
         (lambda: SurrogateGradient(STEPS, noise=0.1), "give noise and copies"),
+        (lambda: SurrogateGradient(STEPS, slopes=("round",)), r"slopes must be of .*'round'"),
+        (lambda: PAA(FIXED, "SumP"), r"aggregate must be of \['MaxP'.*got 'SumP'"),
+        (lambda: PGD(Threat(), 20, 2), r"a step of 2 crosses all images: did you mean 2/255"),
+        (lambda: HighConfidence(replace(STEPS, objective=ce_of_mean_probs)), "a mean or a least"),
     ],
 )
 def test_wrong_arguments(build, message):
@@ -669,6 +655,27 @@ def test_wrong_arguments(build, message):
         build()
 
 
-def test_a_defense_that_an_attack_cannot_take(pair):
+@pytest.mark.parametrize(
+    ("attack", "classes", "message"),
+    [
+        (APGD(LINF, 5, expected_dlr), 2, "DLR needs three classes or more, the defense has 2"),
+        (APGD(LINF, 5, targets=1), 3, "targeted DLR needs four classes or more, the defense has 3"),
+        (AutoAttack(LINF), 2, r"apgd-t needs 4 classes .* 2: .*\('apgd-ce', 'fab-t', 'square'\)"),
+        (Targeted(STEPS, 5), 5, "rank must be 1 … 4 of 5 classes, got 5"),
+    ],
+)
+def test_too_few_classes(attack, classes, message):
+    net, (x, _) = nn.Sequential(nn.Flatten(), nn.Linear(36, classes)), images(4)
+    with pytest.raises(ValueError, match=message):
+        attack(Single(net), x, net(x).argmax(1), seeded())
+
+
+def test_what_an_attack_cannot_take(pair):
+    with pytest.raises(TypeError, match=r"attacks are on a Defense, got ConvNet: wrap .* Single"):
+        STEPS(trained_net(1), *images(2))
     with pytest.raises(TypeError, match=r"Noisy is not a fixed set of classifiers.*PGD"):
         ARC(LINF, 3, LINF.eps)(Noisy(pair.members[0]), *images(2))
+    for attack in (PDGD(L2, 2), DDN(L2, 2), MinimalNorm(PGD(L2, 2, 0.1))):
+        message = f"{type(attack).__name__} is for fixed classifiers, not for RandomTransforms"
+        with pytest.raises(TypeError, match=message):
+            attack(defense_for("random"), *images(2), seeded())

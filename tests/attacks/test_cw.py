@@ -85,7 +85,7 @@ def test_pixels_leave_the_bounds_they_are_on():
     black = torch.zeros_like(x)
     w = net.weight[1] - net.weight[0]
     net.bias.copy_(torch.stack([0.1 * w.norm(), -0.1 * w.norm()]))
-    size = sizes(CW(FREE, 300), Single(net), black, torch.zeros(len(x), dtype=torch.int64))
+    size = sizes(CW(FREE, 150), Single(net), black, torch.zeros(len(x), dtype=torch.int64))
     # only what rises can move: w.delta = 0.2 ||w|| with delta along the positive part of w
     expected = 0.2 * w.norm() / w.clamp_min(0).norm()
     torch.testing.assert_close(size, expected.expand(len(x)), rtol=0.01, atol=0)

@@ -8,15 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_rob.attacks import (
-    ARC,
-    CW,
-    PGD,
-    AutoAttack,
-    DeepFool,
-    InsideBounds,
-    WithBackward,
-)
+from lightning_rob.attacks import ARC, CW, PGD, AutoAttack, DeepFool, InsideBounds, WithBackward
 from lightning_rob.defenses import Ensemble, Single
 from lightning_rob.objectives import linear
 from lightning_rob.threat import Threat

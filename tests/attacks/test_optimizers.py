@@ -7,6 +7,7 @@ from torch import nn
 from lightning_rob.attacks import PGD, Adam, AggMo, Nesterov, aggmo
 from lightning_rob.defenses import Single
 from lightning_rob.threat import Threat
+from tests.attacks.common import mlp, noise_images
 
 LINF, L2 = Threat("linf", 0.4), Threat("l2", 0.9)
 both_norms = pytest.mark.parametrize("threat", [LINF, L2], ids=["linf", "l2"])
@@ -129,32 +130,6 @@ def test_adam_is_that_of_torch(threat, betas):
         close(move, (point.detach() - before) / ones)
 
 
-# on a hill
-class Hill(nn.Module):
-    """Two classes, whose cross-entropy is highest at the top; a quadratic with unequal axes."""
-
-    def __init__(self, top, axes):
-        super().__init__()
-        self.top, self.axes = top, axes
-
-    def forward(self, x):
-        fall = ((x - self.top).square() * self.axes).flatten(1).sum(1)
-        return torch.stack([fall, -fall], 1)
-
-
-def fall(logits, weights, y):
-    """The quadratic itself, so that its gradient is known."""
-    return -logits[0].gather(1, y[:, None])[:, 0]
-
-
-def hill(seed=0, dtype=torch.float64):
-    chance = torch.Generator().manual_seed(seed)
-    x = 0.5 + 0.05 * torch.randn((4, 1, 2, 4), generator=chance).to(dtype)
-    top = 0.5 + 0.05 * torch.randn((1, 2, 4), generator=chance).to(dtype)
-    axes = torch.logspace(0, 2, 8).view(1, 2, 4).to(dtype)
-    return Hill(top, axes), x, torch.zeros(4, dtype=torch.int64)
-
-
 @all_optimizers
 @both_norms
 def test_confident_networks_move_in_single_precision(threat, optimizer):
@@ -188,9 +163,9 @@ def test_steps_of_single_images(threat, optimizer):
 
 
 def test_dampings_are_short_for_aggmo():
-    net, x, y = hill()
+    net, (x, y) = mlp(1), noise_images()
     for momentum in [(0.0,), (0.9,), (0.0, 0.9, 0.99)]:
-        short = PGD(LINF, 9, 0.05, fall, momentum=momentum)
+        short = PGD(LINF, 9, 0.05, momentum=momentum)
         long = replace(short, momentum=(0.0,), ascent=AggMo(momentum))
         results = [a(Single(net), x, y, torch.Generator().manual_seed(0)) for a in (short, long)]
         assert torch.equal(*results)

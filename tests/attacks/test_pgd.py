@@ -124,11 +124,6 @@ def test_restarts_are_kept_by_the_objective(threat, objective, keep_best):
     torch.testing.assert_close(ours, runs[best, torch.arange(40)], rtol=0, atol=0)
 
 
-def steep(threat):
-    """So long a step that the last iterate is often not the best."""
-    return PGD(threat, 6, 2 * threat.eps)
-
-
 @pytest.mark.parametrize(
     ("threat", "random_start", "objective"),
     [
@@ -140,7 +135,7 @@ def steep(threat):
 )
 def test_keeps_the_best_iterate(threat, random_start, objective):
     defense, (x, y) = ensemble(gain=10.0), noise_images(60)
-    last = replace(steep(threat), random_start=random_start, objective=objective)
+    last = replace((PGD(threat, 6, 2 * threat.eps)), random_start=random_start, objective=objective)
     start = threat.start(x, seeded(7)) if random_start else x
     path = [x, start]
     path += [replace(last, steps=k)(defense, x, y, seeded(7)) for k in range(1, 7)]
@@ -202,9 +197,7 @@ def test_dropping_raises_no_expected_accuracy(options, objective, threat):
     assert (threat.size(fast - x) <= threat.eps + 1e-6).all()
 
 
-def test_a_step_in_other_units_is_refused():
-    with pytest.raises(ValueError, match=r"a step of 2 crosses all images: did you mean 2/255"):
-        PGD(Threat("linf", 8 / 255), 20, 2)
+def test_long_steps_of_large_balls_are_not_refused():
     assert PGD(Threat("linf", 0.6), 1, 1.5).steps == PGD(Threat("l2", 9), 1, 2).steps == 1
 
 
@@ -251,7 +244,7 @@ def test_l1_attacks_reach_the_optimum_of_a_linear_network():
     # A bias by which some images can be misclassified in the ball, and others cannot.
     net[1].bias.data[0] = (x.flatten(1) @ w + best).median()
     room = best / (net[1].bias[0] - x.flatten(1) @ w).detach()
-    for attack in (Auto(threat), LatticeClimber(threat, 400), APGD(threat)):
+    for attack in (Auto(threat, 600), LatticeClimber(threat, 200), APGD(threat)):
         x_adv = attack(Single(net), x, y, torch.Generator().manual_seed(2))
         assert_inside(Threat("l1", 12 + 1e-5), x_adv, x)
         fooled, sure = net(x_adv).argmax(1) == 1, (room - 1).abs() > 0.02

@@ -19,7 +19,7 @@ from lightning_rob.attacks.nested import walk
 from lightning_rob.attacks.surrogate import SeenThrough, _Surrogate
 from lightning_rob.defenses import Defense, Ensemble, Single, Smoothing
 from lightning_rob.randomness import normal
-from lightning_rob.rules import majority, mean_logits, mean_probs, random_member
+from lightning_rob.rules import majority, mean_logits, random_member
 from lightning_rob.runtime.errors import NoGradientError, ZeroGradientWarning
 from lightning_rob.threat import Threat
 from tests.attacks.common import images, right, seeded, streams, trained_net
@@ -44,11 +44,6 @@ class Ranked(nn.Module):
         return z.topk(2, 0).values[-1]
 
 
-def through_half(x):
-    """Leave torch through numpy, and a way that autograd does not see."""
-    return torch.from_numpy(x.detach().numpy().astype("float64")).float()
-
-
 class Rounded(torch.autograd.Function):
     """A function of a user's own, without a slope."""
 
@@ -71,7 +66,7 @@ FAULTS = {
     "own function": {"before": Rounded.apply},
     "detach": {"before": lambda x: x.detach() + 0},
     "no_grad": {"before": torch.no_grad()(lambda x: 1 * x)},
-    "numpy": {"before": through_half},
+    "numpy": {"before": lambda x: torch.from_numpy(x.detach().numpy().astype("float64")).float()},
 }
 
 
@@ -97,7 +92,7 @@ def test_what_a_network_hides_is_found(name):
     assert left_by(Auto(THREAT, PASSES), net, x, y) <= left_plain() + 1.1 / IMAGES
     with contextlib.suppress(NoGradientError), warnings.catch_warnings():
         warnings.simplefilter("ignore", ZeroGradientWarning)
-        hidden = left_by(Auto(THREAT, 300), net, x, y)  # too few passes for a search
+        hidden = left_by(APGD(THREAT, 30), net, x, y)
         assert hidden > left_plain() + 0.4
 
 
@@ -111,15 +106,14 @@ def test_heads_that_are_ranked():
     assert left_by(Auto(THREAT, PASSES), ranked, x, y) <= known + 1.1 / IMAGES
 
 
-@pytest.mark.parametrize("rule", [mean_logits, mean_probs, majority, random_member])
+@pytest.mark.parametrize("rule", [mean_logits, majority, random_member])
 def test_outputs_of_members_hide_nothing(rule):
     """A member that rounds is found; else the schedule gets all passes, or the last ones."""
     x, y = images(IMAGES, seed=4)
-    members, passes = [trained_net(seed) for seed in (1, 2, 3)], 3 * PASSES
+    members, passes = [trained_net(seed) for seed in (1, 2, 3)], 1300
     defense = Ensemble(members, rule=rule)
     result = Auto(THREAT, passes).find(defense, x, y, seeded())
     assert set(result.findings) <= {"slopes that say little of how predictions change"}
-    torch.testing.assert_close(result.attack(defense, x, y, seeded()), result.x_adv)
     assert result.findings or len(result.trail) == 2
     assert sum(trial.passes for trial in result.trail) > 0.9 * passes
     members[1] = Through(members[1], **FAULTS["rounding"])
@@ -186,18 +180,14 @@ def inverted(x):
 
 
 @pytest.mark.parametrize("before", [inverted, levels])
-def test_a_network_learns_what_has_no_slope(before, monkeypatch):
+def test_a_network_learns_what_has_no_slope(before):
     """The identity's slope is no help: it has the wrong sign, or not the shape."""
     x, y = images(IMAGES, seed=4)
     net = Through(Mean(trained_net(1)), before=before)
     found = Auto(THREAT, PASSES).find(Single(net), x, y, seeded())
     assert right(Single(net), found.x_adv, y).mean() <= left_plain() + 2.1 / IMAGES
     assert any("a learned stand-in before net.net" in trial.words for trial in found.trail)
-    assert torch.equal(found.attack(Single(net), x, y, seeded()), found.x_adv)
     assert not is_batch_separable(found.attack, Single(net))
-    monkeypatch.setattr(search, "LEARNING", 0)
-    without = left_by(Auto(THREAT, PASSES), net, x, y)
-    assert without > left_plain() + 0.1
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -212,9 +202,6 @@ def test_a_stand_in_serves_networks_of_any_precision(dtype):
 def waved(x):
     """Waves of short length: slopes say nothing of the next wave."""
     return x + 0.1 * torch.sin(997 * x)
-
-
-WAVES = {"waves": {"before": waved}}
 
 
 class Closed(nn.Module):
@@ -238,18 +225,22 @@ def test_a_search_without_slopes_goes_on_where_they_mislead():
     assert (THREAT.distance(found.x_adv, x) <= THREAT.eps * (1 + 1e-5)).all()
 
 
-@pytest.mark.parametrize("members", [1, 3])
-def test_the_identity_replaces_waves_before_each_member(members):
+def test_the_identity_replaces_waves_before_each_member():
     x, y = images(IMAGES, seed=4)
-    nets = [Through(trained_net(seed), before=waved) for seed in range(1, members + 1)]
-    defense = Ensemble(nets, rule=majority)
-    auto = Auto(THREAT, members * PASSES)
+    nets = [Through(trained_net(seed), before=waved) for seed in (1, 2)]
+    defense, auto = Ensemble(nets, rule=majority), Auto(THREAT, 2 * PASSES)
     found = auto.find(defense, x, y, seeded())
     assert "slopes that say little of how predictions change" in found.findings
-    names = ", ".join(f"members.{i}.net" for i in range(members))
-    assert any(f"identity before {names}" in trial.words for trial in found.trail)
+    before = "identity before members.0.net, members.1.net"
+    assert any(before in trial.words for trial in found.trail)
     plain = auto.schedule(defense, 4)(defense, x, y, seeded())
     assert right(defense, found.x_adv, y).mean() < right(defense, plain, y).mean() - 0.1
+
+
+@cache
+def plainly_attacked():
+    x, y = images(IMAGES, seed=4)
+    return Auto(THREAT, PASSES)(Single(Through(trained_net(1))), x, y, seeded())
 
 
 @pytest.mark.parametrize("call", [1, 20, 200])
@@ -267,8 +258,7 @@ def test_a_network_that_was_folded_wrongly_is_attacked_again(call):
     noting = Auto(THREAT, PASSES).noting()
     x_adv = noting(Single(Through(trained_net(1), before=counted)), x, y, seeded())
     assert len(calls) > 2 * call
-    plain = Auto(THREAT, PASSES)(Single(Through(trained_net(1))), x, y, seeded())
-    torch.testing.assert_close(x_adv, plain, rtol=0, atol=1e-4)
+    torch.testing.assert_close(x_adv, plainly_attacked(), rtol=0, atol=1e-4)
     (result,) = noting.results
     assert not any("FoldingError" in trial.error for trial in result.trail)
 
@@ -290,16 +280,18 @@ def test_a_run_that_is_repeated_has_one_result():
         ("softmax", lambda x: seeded(3)),
         ("noise", lambda x: seeded(3)),
         ("rounding", streams),
-        ("waves", lambda x: seeded(3)),
+        ("inverted", lambda x: seeded(3)),
     ],
 )
 def test_the_recipe_runs_alone_with_the_same_result(name, noise, tmp_path):
     x, y = images(IMAGES, seed=5)
     noisy = {"before": lambda x: x + 0.2 * torch.randn_like(x)}
-    net = Through(trained_net(1), **(FAULTS | WAVES | {"noise": noisy})[name])
-    defense, auto = Single(net), Auto(THREAT, PASSES)
-    result = auto.find(defense, x, y, noise(x))
-    assert torch.equal(result.x_adv, auto(defense, x, y, noise(x)))
+    if name == "inverted":
+        net = Through(Mean(trained_net(1)), before=inverted)
+    else:
+        net = Through(trained_net(1), **(FAULTS | {"noise": noisy})[name])
+    defense = Single(net)
+    result = Auto(THREAT, PASSES).find(defense, x, y, noise(x))
     assert torch.equal(result.x_adv, result.attack(defense, x, y, noise(x)))
     assert not any(isinstance(part, Auto) for part in walk(result.attack))
     file = tmp_path / "found.yaml"
@@ -362,10 +354,6 @@ def slope(function, *slopes):
 BOOK = torch.tensor([[0.0, 1.0], [2.0, 4.0]])  # of vector quantization
 
 
-def differ(x):
-    return (x.argmax(1) != x.square().argmax(1)).float()
-
-
 def stepped(x):
     z = torch.zeros_like(x)
     z[x > 0] = 1
@@ -399,7 +387,7 @@ def test_slopes():
         (stepped, ("rounding",), ones),
         (lambda x: BOOK[x.argmin(1)], ("rounding",), gradient(lambda x: (-x).softmax(1) @ BOOK)),
         (
-            differ,
+            lambda x: (x.argmax(1) != x.square().argmax(1)).float(),
             ("rounding",),
             gradient(lambda x: 1 - (x.softmax(1) * x.square().softmax(1)).sum(1)),
         ),
@@ -417,12 +405,9 @@ def test_slopes():
         torch.testing.assert_close(slope(function, *slopes), expected)
 
 
-def test_settings_without_a_meaning():
-    with pytest.raises(ValueError, match=r"slopes must be of .*, got .'round'."):
-        SurrogateGradient(APGD(THREAT), slopes=("round",))
-    x, y = images(4)
+def test_stages_of_another_network_are_refused():
     with pytest.raises(ValueError, match=r"stages \(99,\) of \d+ values: search again"):
-        SurrogateGradient(APGD(THREAT), stages=(99,))(Single(trained_net(1)), x, y, seeded())
+        SurrogateGradient(APGD(THREAT), stages=(99,))(Single(trained_net(1)), *images(4), seeded())
 
 
 def test_tiny_noise_hides_nothing():

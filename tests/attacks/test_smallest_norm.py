@@ -7,10 +7,9 @@ import torch
 
 from lightning_rob.attacks import APGD, DDN, PDGD, PGD, MinimalNorm
 from lightning_rob.attacks.pdgd import shrink_largest
-from lightning_rob.defenses import RandomTransforms, Single
+from lightning_rob.defenses import Single
 from lightning_rob.objectives import expected_margin
 from lightning_rob.threat import Threat, ThreatPerImage
-from lightning_rob.transforms import GaussianNoise
 from tests.attacks.common import Recording, images, plane, right, seeded, streams, trained_net
 
 LINF, L2, FREE = Threat("linf", 0.4), Threat("l2", 1.0), Threat("l2", 100)
@@ -22,8 +21,8 @@ INSIDE = {
     "apgd-l2": APGD(L2, 15, expected_margin, restarts=2, early_stop=False),
 }
 PLANES = {  # name -> attack, gain of the logits, and the excess in share and in length
-    "pdgd": (PDGD(Threat("linf", 1), 2000), 10.0, 0.01, 0.0),
-    "pdgd-l2": (PDGD(FREE, 2000), 10.0, 0.02, 0.0),  # 0.006 to 0.011, by the processor
+    "pdgd": (PDGD(Threat("linf", 1), 1000), 10.0, 0.02, 0.0),
+    "pdgd-l2": (PDGD(FREE, 1000), 10.0, 0.03, 0.0),
     "ddn": (DDN(FREE, 300), 1.0, 0.01, 0.0),
     "ddn-huge-logits": (DDN(FREE, 300), 1e6, 0.01, 0.0),  # where the cross-entropy underflows
 } | {
@@ -93,14 +92,6 @@ def test_finds_the_distance_of_a_hyperplane(attack, gain, share, length):
     assert (net(x_adv).argmax(1) != y).all()
     assert (found >= distance).all()
     assert (found <= (1 + share) * distance + length).all()
-
-
-@pytest.mark.parametrize("attack", [PDGD(FREE, 2), DDN(FREE, 2), MinimalNorm(PGD(L2, 2, 0.1))])
-def test_random_defense_is_refused(attack):
-    defense = RandomTransforms(trained_net(1), [GaussianNoise(alpha=0.1)], size=1, draws=2)
-    message = f"{type(attack).__name__} is for fixed classifiers, not for RandomTransforms"
-    with pytest.raises(TypeError, match=message):
-        attack(defense, *images(2), seeded())
 
 
 # the search of a radius at which the attack inside succeeds

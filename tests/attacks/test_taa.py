@@ -38,7 +38,7 @@ def images(count, channels=1, seed=0):
     return small_images(count, seed, channels, side=8)
 
 
-def trained(names, channels=1, steps=50):
+def trained(names, channels=1, steps=30):
     return trained_transforms(names, steps, channels, side=8)
 
 
@@ -91,10 +91,10 @@ def test_transformations_that_cannot_be_undone_are_attacked_through(inner, mixed
 def test_the_target_falls(all_reversible):
     """And with no limits all of it, however its images are transformed."""
     ensemble = all_reversible
-    x, y = images(60, seed=8)
+    x, y = images(40, seed=8)
     clean = members_right(ensemble, x, y).float().mean(1)
     assert clean.min() > 0.9
-    free = PGD(Threat("linf", 1.0), 40, 0.1)
+    free = PGD(Threat("linf", 1.0), 20, 0.1)
     for i, name in enumerate(REVERSIBLE):
         left = members_right(ensemble, TAA(FGSM, name)(ensemble, x, y), y)[i].float().mean()
         assert left < clean[i] - 0.2

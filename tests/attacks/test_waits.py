@@ -15,7 +15,7 @@ from tests.fakedev import DEVICE, Waits, emulated
 
 LINF, L2 = Threat("linf", 0.1), Threat("l2", 1.0)
 NEAR = Threat("linf", 1e-6)  # in which no image is fooled
-STEPS = 5
+STEPS = 3
 
 
 def net(seed=0):

@@ -27,10 +27,10 @@ def contrasty(blobs):
 @pytest.fixture(scope="session")
 def nets():
     """A standard net and two adversarially trained ones."""
-    x, y = images(True, 256)
+    x, y = images(True, 192)
     made = []
     for seed, threat in enumerate((None, THREAT, THREAT)):
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            made.append(trained(TinyNet(), x, y, threat, steps=100))
+            made.append(trained(TinyNet(), x, y, threat, steps=60))
     return made

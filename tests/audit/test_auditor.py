@@ -36,7 +36,7 @@ def test_broken_defenses_are_flagged(name, nets, blobs, contrasty):
 @pytest.mark.parametrize("name", HONEST)
 def test_honest_defenses_pass(name, nets, blobs):
     steps = 4 if name == "random_transforms" else 20
-    found = audit(honest(*nets)[name], *blobs, THREAT, steps=steps)
+    found = audit(honest(*nets)[name], *blobs, THREAT, steps=steps, queries=300)
     assert found.flags == []
     assert len(found.findings) == len(CHECKS)
     accuracy = {result.name: result.accuracy for result in found.results}
@@ -67,6 +67,9 @@ def test_the_same_audit_twice_finds_the_same(nets, blobs):
 
 
 def test_a_check_alone_runs_what_it_needs(nets, blobs):
+    one = nn.Sequential(nn.Flatten(), nn.Linear(blobs[0][0].numel(), 1))
+    with pytest.raises(ValueError, match="two logits or more, got 1"):
+        audit(Single(one), blobs[0], 0 * blobs[1], THREAT)
     target = AuditTarget(Single(nets[0]), THREAT)
     columns = LazyColumns(AuditBatch(target, *blobs), measures(target))
     assert steps(target, columns).severity in ("fine", "note")
@@ -104,17 +107,10 @@ def test_defenses_that_reject_are_audited(blobs, nets, lowered, robust):
     net = copy.deepcopy(nets[0])
     net.last.bias.data[1:3] -= lowered
     defenses = Single(net, rejects=3), Single(net)
-    report, plain = (audit(each, x, y, THREAT, queries=10) for each in defenses)
+    report, plain = (audit(each, x, y, THREAT, steps=10, queries=10) for each in defenses)
     found, naive = ({r.name: r.accuracy for r in one.results} for one in (report, plain))
     assert found["clean"] == naive["clean"] == 1
     assert (found["pgd"], naive["pgd"]) == (robust, 0)
-
-
-def test_one_logit_is_refused(blobs):
-    x, y = blobs
-    net = nn.Sequential(nn.Flatten(), nn.Linear(x[0].numel(), 1))
-    with pytest.raises(ValueError, match="two logits or more, got 1"):
-        audit(Single(net), x, 0 * y, THREAT)
 
 
 class Pairs(nn.Module):

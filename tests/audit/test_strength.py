@@ -12,12 +12,7 @@ from lightning_rob.audit.strength import adaptive, black_box
 from lightning_rob.audit.target import AuditTarget
 from lightning_rob.defenses import Ensemble, RandomTransforms, Single
 from lightning_rob.evaluation.findings import many, significant
-from lightning_rob.objectives import (
-    ce_of_capped_probs,
-    ce_of_mean_logits,
-    ce_of_votes,
-    expected_ce,
-)
+from lightning_rob.objectives import ce_of_capped_probs, ce_of_mean_logits, ce_of_votes, expected_ce
 from lightning_rob.rules import majority, mean_logits, mean_probs
 from lightning_rob.threat import Threat
 from tests.audit.planted import THREAT

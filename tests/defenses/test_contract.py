@@ -159,6 +159,8 @@ def test_weights_are_no_part_of_the_checkpoint(build):
     assert not [name for name in defense.state_dict() if "weights" in name]
     assert not defense.weights.requires_grad
     assert all(p is not defense.weights for p in defense.parameters())
+    moved = defense.to("meta")  # and yet they travel with the network
+    assert {p.device.type for p in (*moved.parameters(), moved.weights)} == {"meta"}
 
 
 @every_defense
@@ -168,13 +170,6 @@ def test_copies_predict_alike(build):
     for other in (copy.deepcopy(defense), pickle.loads(pickle.dumps(defense))):
         assert torch.equal(other(x, torch.Generator().manual_seed(0)), answers)
         assert other.rule is defense.rule
-
-
-@every_defense
-def test_weights_travel_with_the_network(build):
-    defense = build().to("meta")
-    assert {p.device.type for p in defense.parameters()} == {"meta"}
-    assert defense.weights.device.type == "meta"
 
 
 @pytest.mark.parametrize("build", [DEFENSES["ensemble"], DEFENSES["other"]])
@@ -190,8 +185,7 @@ def test_random_defense_has_no_fixed_classifiers(wrap):
 
 
 @pytest.mark.parametrize(
-    "wrap",
-    [Single, lambda rt: Ensemble([rt, rt]), lambda rt: RandomTransforms(rt, FLIPS, 1, 1)],
+    "wrap", [Single, lambda rt: Ensemble([rt, rt]), lambda rt: RandomTransforms(rt, FLIPS, 1, 1)]
 )
 def test_a_defense_in_the_place_of_a_network_is_refused(wrap):
     """Its predictions are one-hot, from the global random stream: no gradient, no seed."""

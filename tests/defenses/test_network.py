@@ -111,19 +111,22 @@ def compiled(net, folder):
     return torch.compile(net, backend="eager")
 
 
+def scores_and_flags(net):
+    x, y = images(16, seed=5)
+    report = audit(Single(net), x, y, THREAT, steps=5, queries=20)
+    flags = [(one.name, one.severity) for one in report.findings]
+    return evaluate(net, ATTACKS, [(x, y)]).scores, flags
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("made", [scripted, compiled])
 def test_torchscript_and_compiled_networks(made, tmp_path):
     """Attacked, evaluated and audited like the network they were made of."""
-    x, y = images(16, seed=5)
-    plain = trained_net(1).eval()
-    net = made(plain, tmp_path)
-    expected, found = (evaluate(model, ATTACKS, [(x, y)]) for model in (plain, net))
-    torch.testing.assert_close(found.scores, expected.scores)
-    reports = [audit(Single(model), x, y, THREAT, queries=20) for model in (plain, net)]
-    flags = [[(one.name, one.severity) for one in report.findings] for report in reports]
-    assert flags[1] == flags[0]
+    expected, flags = scores_and_flags(trained_net(1).eval())
+    found, others = scores_and_flags(made(trained_net(1).eval(), tmp_path))
+    torch.testing.assert_close(found, expected)
+    assert others == flags
 
 
 def test_images_of_another_size_than_the_network_wants():

@@ -10,14 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from lightning_rob.attacks import GMSA, PGD
 from lightning_rob.defenses import Single
-from lightning_rob.defenses.rmc import (
-    RMC,
-    FeatureStore,
-    features,
-    nearest,
-    split,
-    stops,
-)
+from lightning_rob.defenses.rmc import RMC, FeatureStore, features, nearest, split, stops
 from lightning_rob.defenses.transductive import Source
 from lightning_rob.nets import LeNet, SmallCNN
 from lightning_rob.randomness import Streams
@@ -179,7 +172,7 @@ def test_an_undefended_network_is_repaired():
     assert clean > 0.9
     assert static < 0.1
     defense = rmc(optimizer=partial(torch.optim.Adam, lr=0.003), epochs=30, neighbours=60)
-    right, rounds = 0, 30
+    right, rounds = 0, 15
     for place in range(rounds):
         x = x_adv[place : place + 1]
         final = defense.adapt(x, seeded(place))

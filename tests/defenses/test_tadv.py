@@ -170,7 +170,7 @@ def robust_accuracy(defense, x, y):
 
 def test_the_retrained_network_is_more_robust_than_a_plainly_trained_one():
     x, y = blobs(train=False, test_size=200)
-    options = {"epochs": 10, "batch_size": 32, "optimizer": partial(torch.optim.Adam, lr=0.01)}
+    options = {"epochs": 7, "batch_size": 32, "optimizer": partial(torch.optim.Adam, lr=0.01)}
     plain, robust = (
         robust_accuracy(TADV(TinyNet(), blobs(train_size=400), made_by, **options), x, y)
         for made_by in (untouched, PGD(THREAT, steps=5, step_size=11 / 255))

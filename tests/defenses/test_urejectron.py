@@ -142,7 +142,7 @@ def test_the_adapted_model_rejects_as_it_does(net, tau):
 
 def test_the_adapted_model_accepts_a_score_that_is_the_threshold(net):
     x, _ = blobs(False, 61)
-    for tau in made(net).adapt(x, chance()).scores(x).tolist():
+    for tau in made(net).adapt(x, chance()).scores(x).tolist()[::4]:
         final = made(net, tau=tau).adapt(x, chance())
         assert torch.equal(final.adapted_model(x).argmax(1) == 4, final(x).sum(1) == 0)
 

@@ -408,21 +408,14 @@ def test_worst_is_over_all_callbacks_that_evaluate_in_an_epoch():
     assert [r.name for r in strong.results] == ["clean", "pgd", "worst"]
 
 
-def test_each_repeat_meets_a_defender_with_noise_of_its_own():
-    noisy, attacks = Single(nn.Sequential(net(), Noise())), {"none": NoAttack(THREAT)}
-    found = evaluate(noisy, attacks, DataLoader(data(), 50), repeats=2, progress=False)
+def test_each_repeat_attack_and_inference_has_noise_of_its_own():
+    noisy, batches = Single(nn.Sequential(net(), Noise())), [data().tensors]
+    found = evaluate(noisy, {"none": NoAttack(THREAT)}, batches, repeats=2, progress=False)
     assert set(found.per_image("none").tolist()) == {0.0, 0.5, 1.0}
-
-
-def test_each_attack_has_noise_of_its_own():
     twice = {name: RandomStart(THREAT) for name in "ab"}
-    found = evaluate(net(), twice, DataLoader(data(), 50), progress=False)
+    found = evaluate(net(), twice, batches, progress=False)
     assert not torch.equal(found.rows.sizes[:, 1], found.rows.sizes[:, 2])
-
-
-def test_several_inferences_of_a_random_defense_have_an_interval_of_their_own():
-    noisy = Single(nn.Sequential(net(), nn.Dropout(0.0), Noise()))
-    found = evaluate(noisy, ATTACKS, DataLoader(data(), 50), inferences=4, progress=False)
+    found = evaluate(noisy, ATTACKS, batches, inferences=4, progress=False)
     assert found.scores.shape == (50, 3, 4)
     assert found.random
     assert found.covers == "images and inferences"

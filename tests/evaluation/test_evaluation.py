@@ -306,9 +306,6 @@ def test_private_draws_widen_the_interval_and_are_recorded():
         assert result.details["interval_covers"] == "images and private draws"
     assert len(set(many.result.scores[:, 0].mean(0).tolist())) > 1
     assert many.results[1].details["over_private_draws"]
-
-
-def test_private_draws_are_for_what_adapts():
     with pytest.raises(ValueError, match="sees the defender's state plays against one"):
         AttackerDefenderSession(NOTHING, Moods(linear()), 0, draws=2, attacker_sees_state=True)
 

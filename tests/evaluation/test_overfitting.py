@@ -50,7 +50,7 @@ def test_what_is_said():
 def test_equal_networks_raise_few_false_alarms():
     """30 epochs of equal networks, 200 images: the best epoch against the last one on the same
     images is a false alarm in more than a tenth of fits, the verdict in at most a fortieth."""
-    rng, naive, ours, fits = np.random.default_rng(0), 0, 0, 120
+    rng, naive, ours, fits = np.random.default_rng(0), 0, 0, 80
     for _ in range(fits):
         easy = rng.standard_normal(200)
         val = torch.tensor(0.84 * easy + 0.55 * rng.standard_normal((30, 200)) < 0).float()

@@ -259,15 +259,11 @@ def test_without_a_data_module_of_ours_the_source_must_be_given():
             Pupil(TinyNet(), source=(torch.rand(images, 1), torch.zeros(labels)))
 
 
-def test_what_makes_no_game():
-    with pytest.raises(ValueError, match="must be 'natural' or 'by_label'"):
-        RoundProtocol(order="sorted")
-    with pytest.raises(ValueError, match="at least 1"):
-        RoundProtocol(images=0)
-
-
 def test_one_round_is_for_one_process():
     """The advice leaves no process without a round."""
+    for options, message in (({"order": "sorted"}, "'natural' or"), ({"images": 0}, "at least 1")):
+        with pytest.raises(ValueError, match=message):
+            RoundProtocol(**options)
     for rounds, processes in ((1, 1), (2, 8), (8, 8), (9, 2)):
         RoundProtocol(images=10).check(None, 10 * rounds, processes)
     for processes, images in ((2, 5000), (8, 1250), (3, 3334)):

@@ -29,12 +29,7 @@ from lightning_rob.defenses import (
     TransformEnsemble,
     URejectron,
 )
-from lightning_rob.evaluation.suites import (
-    attacks_by_name,
-    default_attacks,
-    plug_in_for,
-    suite_for,
-)
+from lightning_rob.evaluation.suites import attacks_by_name, default_attacks, plug_in_for, suite_for
 from lightning_rob.nets import SmallCNN
 from lightning_rob.objectives import ce_of_votes, linear
 from lightning_rob.randomness import uniform
@@ -140,29 +135,31 @@ def nets_of(defense):
     return [net for net in defense.modules() if isinstance(net, Counting)]
 
 
-def defenses():
+PNG = "compress_png_compression_1"
+KINDS = {
+    "few": lambda nets: Single(Counting(SmallCNN(3, 3, 4)).eval()),  # of three classes
+    "single": lambda nets: Single(nets[0]),
+    "pooled": lambda nets: Ensemble(nets, rule=mean_logits),
+    "drawn": Ensemble,
+    "random": lambda nets: RandomTransforms(nets[0], {"GaussianNoise": {}}, 1, 3),
+    "moved": lambda nets: TransformEnsemble(nets, ["flip_horizontal", PNG]),
+    "adapting": lambda nets: Adapting(nets[0]),
+}
+
+
+def counted(name):
     torch.manual_seed(0)
-    nets = [Counting(SmallCNN(4, 3, 4)).eval() for _ in range(2)]
-    moved = TransformEnsemble(nets, ["flip_horizontal", "compress_png_compression_1"])
-    rt = RandomTransforms(nets[0], {"GaussianNoise": {}}, 1, 3)
-    return {
-        "few": Single(Counting(SmallCNN(3, 3, 4)).eval()),
-        "single": Single(nets[0]),
-        "pooled": Ensemble(nets, rule=mean_logits),
-        "drawn": Ensemble(nets),
-        "random": rt,
-        "moved": moved,
-        "adapting": Adapting(nets[0]),
-    }
+    return KINDS[name]([Counting(SmallCNN(4, 3, 4)).eval() for _ in range(2)])
 
 
-@pytest.mark.parametrize(("passes", "norm"), [(90, "linf"), (700, "linf"), (90, "l1")])
-@pytest.mark.parametrize(
-    "name", ["few", "single", "pooled", "drawn", "random", "moved", "adapting"]
-)
+MANY = [(name, 700, "linf") for name in ("pooled", "drawn", "random", "moved", "adapting")]
+FEW = [(name, 90, norm) for name in list(KINDS)[1:] for norm in ("linf", "l1")]
+
+
+@pytest.mark.parametrize(("name", "passes", "norm"), [("few", 390, "linf"), *MANY, *FEW])
 def test_auto_stays_within_its_passes(name, passes, norm):
     """A radius within which nothing is fooled; the labels are the predictions."""
-    defense, attack = defenses()[name], Auto(Threat(norm, 1e-6), passes)
+    defense, attack = counted(name), Auto(Threat(norm, 1e-6), passes)
     x = torch.rand(1, 3, 16, 16)
     y = defense(x, torch.Generator().manual_seed(0)).argmax(1)
     rehearsed = defense.rehearsed if defense.transductive else []
@@ -261,8 +258,10 @@ def mean_right(defense, x, y):
     return sum(found) / len(found)
 
 
-@pytest.mark.parametrize("passes", [30, 100])
-@pytest.mark.parametrize("kind", ["random", "transformed", "transductive"])
+@pytest.mark.parametrize(
+    ("kind", "passes"),
+    [("random", 30), *((k, n) for k in ("transformed", "transductive") for n in (30, 100))],
+)
 def test_auto_is_as_strong_as_pgd_at_equal_passes(kind, passes):
     """PGD does not rehearse. Random starts alone make a difference of up to three images."""
     (defense, eps), (x, y) = small(kind), images(100, seed=9)

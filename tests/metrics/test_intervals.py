@@ -149,7 +149,7 @@ def test_a_network_rarely_differs_from_an_ensemble_of_its_accuracy(n):
     """
     draws = np.random.default_rng(2)
     ensemble = torch.full((n,), 0.9).double()
-    found = [paired(torch.tensor(draws.random(n) < 0.9).double(), ensemble) for _ in range(200)]
+    found = [paired(torch.tensor(draws.random(n) < 0.9).double(), ensemble) for _ in range(120)]
     assert np.mean([one.significant for one in found]) < 0.05
     assert min(one.p for one in found) > 0
     covered = [one.interval[0] <= 0 <= one.interval[1] for one in found]

@@ -3,11 +3,7 @@
 import pytest
 import torch
 
-from lightning_rob.metrics import (
-    transfer_matrix,
-    transfer_ranking,
-    transferability,
-)
+from lightning_rob.metrics import transfer_matrix, transfer_ranking, transferability
 
 
 def predictions(members=3, count=40, classes=5, seed=0):

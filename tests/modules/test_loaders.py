@@ -110,9 +110,7 @@ def random_module(kind=AdversarialTraining):
     torch.manual_seed(0)
     attack = PGD(Threat("linf", 0.05), 2, 0.03)
     return kind(
-        TinyNet,
-        attack,
-        defense=lambda net: RandomTransforms(net, [GaussianNoise(alpha=0.9)], 1, 2),
+        TinyNet, attack, defense=lambda net: RandomTransforms(net, [GaussianNoise(alpha=0.9)], 1, 2)
     )
 
 

@@ -211,10 +211,7 @@ def test_ambiguous_members(tmp_path, ensemble):
 
 
 DEEP = {"depth": 14, "widths": (4, 8, 16)}
-MISFITS = {
-    "shallower": (TINY, DEEP),
-    "option-b": (TINY | {"shortcut": "B"}, TINY),
-}
+MISFITS = {"shallower": (TINY, DEEP), "option-b": (TINY | {"shortcut": "B"}, TINY)}
 
 
 @pytest.mark.parametrize(("saved", "net"), MISFITS.values(), ids=MISFITS.keys())

@@ -81,16 +81,12 @@ def test_autocast_changes_nothing():
 
 
 def test_black_and_white_pixels_have_a_gradient():
+    """Also white that is blurred: weights sum to one but for rounding, a little beyond white."""
     x = torch.tensor([0.0, 1.0]).view(1, 1, 1, 2).requires_grad_()
     (gradient,) = torch.autograd.grad(HorizontalFlip()(x).sum(), x)
     assert (gradient == 1).all()
-
-
-def test_white_that_is_blurred_has_a_gradient():
-    """Weights that sum to one but for rounding take it a little beyond white."""
-    blur, x = pool()["filter_gaussian"], torch.ones(1, 3, 9, 9, dtype=torch.float64)
-    x.requires_grad_()
-    (gradient,) = torch.autograd.grad(blur(x).sum(), x)
+    white = torch.ones(1, 3, 9, 9, dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(pool()["filter_gaussian"](white).sum(), white)
     assert (gradient > 0).all()
 
 
@@ -117,14 +113,11 @@ def test_clip(bounds):
     assert (slope(lambda z: clip(z, low, high), x)[:4] > 0).all()
 
 
-def test_rounding_by_hand():
+def test_rounding_and_modulo_by_hand():
+    """At integers the modulo is 0, as in the authors' code; eq. 15 to the letter has 1."""
     t = torch.tensor([-0.4, 0.5, 1.5, 2.5, 1.25, -7.0], dtype=torch.float64)
     expected = [-0.064, 0.125, 1.875, 2.125, 1.015625, -7.0]
     assert soft_round(t).tolist() == pytest.approx(expected, abs=1e-12)
-
-
-def test_modulo_by_hand():
-    """At integers it is 0, as in the authors' code, where eq. 15 to the letter has 1."""
     t = torch.tensor([0.25, 0.75, -0.25, 1.5, 0.5, -3, 0, 2], dtype=torch.float64)
     expected = [0.234375, 0.765625, 0.765625, 0.625, 0.375, 0, 0, 0]
     assert soft_modulo(t).tolist() == pytest.approx(expected, abs=1e-12)

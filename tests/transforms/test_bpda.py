@@ -10,14 +10,7 @@ from torch.nn.functional import batch_norm, conv2d
 from lightning_rob.attacks import PGD
 from lightning_rob.defenses import RandomTransforms
 from lightning_rob.threat import Threat
-from lightning_rob.transforms import (
-    FFT,
-    Affine,
-    Erase,
-    Gamma,
-    Swirl,
-    VerticalFlip,
-)
+from lightning_rob.transforms import FFT, Affine, Erase, Gamma, Swirl, VerticalFlip
 from lightning_rob.transforms.bpda import (
     BPDANet,
     approximated,
@@ -137,7 +130,7 @@ def test_an_attack_in_inference_mode(gradients):
         Flat(), transforms, 2, 4, gradients=gradients, approximations=nets
     ).eval()
     y = defense(X, generator()).argmax(1)
-    attack = PGD(Threat("linf", 0.1), 5, 0.03)
+    attack = PGD(Threat("linf", 0.1), 3, 0.05)
     outside = attack(defense, X, y, generator())
     with torch.inference_mode():
         x_adv = attack(defense, X.clone(), y.clone(), generator())
@@ -150,10 +143,10 @@ def test_an_attack_in_inference_mode(gradients):
 
 @pytest.mark.parametrize("transform", [VerticalFlip(), Gamma(0.9)])
 def test_it_learns(transform):
-    images = smooth_images(512, 8)
-    trained = train_bpda(transform, images[:256], 12, 16, generator=generator())
+    images = smooth_images(384, 8)
+    trained = train_bpda(transform, images[:192], 12, 16, generator=generator())
     assert trained.error < 0.25 * trained.identity
-    fresh = images[256:]
+    fresh = images[192:]
     params = transform.sample(fresh, generator(5))
     y = transform(fresh, *params)
     assert (trained.net(fresh, *params) - y).square().mean() < 0.25 * (fresh - y).square().mean()

@@ -18,10 +18,7 @@ from lightning_rob.transforms import (
     GrayTwoChannels,
 )
 from lightning_rob.transforms.base import soft_modulo
-from lightning_rob.transforms.color import (
-    hsv_to_rgb,
-    rgb_to_hsv,
-)
+from lightning_rob.transforms.color import hsv_to_rgb, rgb_to_hsv
 from tests.transforms.inputs import assert_same, generator
 
 X = torch.rand(4, 3, 9, 10, generator=generator(), dtype=torch.float64)
@@ -84,16 +81,12 @@ def test_hsv_shifts_of_grey():
     assert torch.allclose(y, expected.clamp(0, 1), atol=1e-6)
 
 
-def test_released_hsv_loses_hues():
+def test_released_code_loses_hues_and_negative_chroma():
     blue = torch.tensor([0.1, 0.2, 0.9]).view(1, 3, 1, 1)
     none = torch.zeros(1, 3)
     assert HSV()(blue, none).argmax(1) == 2
     assert HSV(released_code=True)(blue, none)[:, 2] < 0.2
-
-
-def test_released_lab_and_yuv_lose_negative_chroma():
     green = torch.tensor([0.1, 0.8, 0.2]).view(1, 3, 1, 1)
-    none = torch.zeros(1, 3)
     for kind in (LAB, YUV):
         assert torch.allclose(kind()(green, none), green, atol=2e-3)
         assert (kind(released_code=True)(green, none) - green).abs().max() > 0.3
@@ -125,17 +118,11 @@ SHARES = torch.tensor([[0.2, 0.3, 0.5]] * 4).double()
 GREY = 0.2 * X[:, :1] + 0.3 * X[:, 1:2] + 0.5 * X[:, 2:]
 
 
-def test_grey():
+def test_greys():
     assert torch.allclose(Gray()(X, SHARES), GREY.expand_as(X))
-
-
-def test_grey_mix():
     weight = torch.tensor([[0.0, 0.5, 1.0]] * 4).double()
     expected = torch.cat([X[:, :1], (X[:, 1:2] + GREY) / 2, GREY], 1)
     assert torch.allclose(GrayMix()(X, SHARES, weight), expected)
-
-
-def test_grey_of_two_channels_and_of_one():
     chosen = torch.tensor([0, 1, 2, 0])
     two, one = GrayTwoChannels()(X, SHARES, chosen), GrayOneChannel()(X, SHARES, chosen)
     for i, k in enumerate(chosen.tolist()):

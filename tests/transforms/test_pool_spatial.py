@@ -15,22 +15,22 @@ POOL = pool()
 DIGITS = digits()
 
 
-def test_rotations_are_anticlockwise():
+TURNED = {"rotate_90": [1, 3, 0, 2], "rotate_180": [3, 2, 1, 0], "rotate_270": [2, 0, 3, 1]}
+TURNED |= {
+    "flip_horizontal": [1, 0, 3, 2],
+    "flip_vertical": [2, 3, 0, 1],
+    "flip_both": [3, 2, 1, 0],
+}
+
+
+def test_flips_and_rotations_which_are_anticlockwise():
     x = torch.arange(4.0).view(1, 1, 2, 2) / 4
-    assert (4 * POOL["rotate_90"](x)).flatten().tolist() == [1, 3, 0, 2]
-    assert (4 * POOL["rotate_180"](x)).flatten().tolist() == [3, 2, 1, 0]
-    assert (4 * POOL["rotate_270"](x)).flatten().tolist() == [2, 0, 3, 1]
+    for name, places in TURNED.items():
+        assert (4 * POOL[name](x)).flatten().tolist() == places
     with pytest.raises(ValueError, match=r"quarters must be of \(1, 2, 3\), got 4"):
         Rotate(4)
     with pytest.raises(ValueError, match=r"a quarter turn needs square images, got \[1, 1, 2, 1\]"):
         Rotate(1)(x[..., :1])
-
-
-def test_flips():
-    x = torch.arange(4.0).view(1, 1, 2, 2) / 4
-    assert (4 * POOL["flip_horizontal"](x)).flatten().tolist() == [1, 0, 3, 2]
-    assert (4 * POOL["flip_vertical"](x)).flatten().tolist() == [2, 3, 0, 1]
-    assert (4 * POOL["flip_both"](x)).flatten().tolist() == [3, 2, 1, 0]
 
 
 def test_shifts_by_four_of_28_pixels():

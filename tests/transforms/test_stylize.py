@@ -10,12 +10,7 @@ from PIL import Image, ImageEnhance
 from lightning_rob.transforms import ColorJitter, Gamma, Sharpen, Solarize
 from lightning_rob.transforms.base import EPS, clip, raised
 from lightning_rob.transforms.color import hsv_to_rgb, rgb_to_hsv
-from tests.transforms.inputs import (
-    assert_same,
-    generator,
-    shift_hue,
-    streams,
-)
+from tests.transforms.inputs import assert_same, generator, shift_hue, streams
 
 X = torch.rand(4, 3, 9, 10, generator=generator(), dtype=torch.float64)
 AMOUNT = torch.tensor([[0.1, 1.2, 0.8, 0.3]], dtype=torch.float64)
