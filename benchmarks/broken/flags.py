@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import checks
 from broken.later import LATER
-from broken.parts import THREAT, digits
+from broken.parts import THREAT, digits, trained
 from broken.tramer import TRAMER
 
 from lightning_rob.audit.auditor import audit
@@ -40,7 +40,7 @@ def main():
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     x, y = digits("test", options.images)
-    cases = {"broken": ((name, THREAT, case().load().defense()) for name, case in CASES.items())}
+    cases = {"broken": ((name, THREAT, trained(case).defense()) for name, case in CASES.items())}
     small = avg_pool2d(x, 2)
     train = digits("train", 3500)
     cases["honest"] = checks.defenses(avg_pool2d(train[0], 2), train[1])

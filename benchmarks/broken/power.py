@@ -21,7 +21,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from broken.parts import EPS, THREAT, digits
+from broken.parts import EPS, THREAT, digits, trained
 from broken.tramer import TRAMER
 
 from lightning_rob import PGD, Attack, Defense, Single, Threat
@@ -129,7 +129,7 @@ def main():
     print("| defense | attack | planted images found | inverted |\n|---|---|---|---|")
     rows = []
     for name in options.only:
-        net = CASES[name]().load()
+        net = trained(CASES[name])
         defense = Drawn(net) if net.random else net.defense()
         for attack in (Weak(THREAT), Hand(THREAT)):
             torch.manual_seed(0)
