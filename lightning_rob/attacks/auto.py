@@ -94,13 +94,10 @@ class Auto(Attack):
 
     @property
     def batch_dependent(self) -> bool:  # type: ignore[override]
-        """Whether it searches: candidates are compared on some of the images."""
+        """Whether it searches: candidates are compared on some images, and noise is averaged."""
         return self.passes >= SEARCH_FROM
 
-    @property
-    def averages(self) -> bool:
-        """Whether it searches: for noise of a network too, over which it then averages."""
-        return self.passes >= SEARCH_FROM
+    averages = batch_dependent
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         if defense.transductive:
