@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, inf
 from typing import Any
 
 import torch
@@ -56,6 +56,7 @@ MOST_PARTS = 2  # of a network, before which a surrogate takes the place of what
 TARGETS = 9
 LOCAL = 0.5  # of the passes for the winners, for a search without slopes from their images
 NO_GRADIENT = "no gradient leads to the images"
+MOST_LOCAL = 0.8  # of them where small changes cross no step
 WINDOW = 0.2  # share of the image in its first windows
 
 
@@ -238,7 +239,7 @@ class Search:
         # Slopes that say little lead into the neighbourhood of an image that fools, and no further.
         entered = self.networks > 1 and any(getattr(one, "enter", ()) for _, one in winners)
         rough = self.rugged and self._scored and not self._one_attack and not entered
-        local = int(LOCAL * free) if rough else 0
+        local = int((MOST_LOCAL if self._steps else LOCAL) * free) if rough else 0
         free, total = free - local, sum(share for share, _ in winners)
         parts = [(attack, int(share / total * free)) for share, attack in winners]
         finals: list[tuple[Attack, int]]
@@ -271,6 +272,8 @@ class Search:
             self.rugged = climbs and self._is_rugged(judged[0].attack, rows[:PROBED])
             if self.rugged:
                 self.findings.append("slopes that say little of how predictions change")
+            if self.rugged and self._steps:
+                return judged
             variants = list(self._variants(judged, int(LEARNING * self.passes)))
             judged += self._round("2", variants, rows, int(shares[1] * self.passes))
             judged.sort(key=lambda one: one.left)
@@ -287,6 +290,11 @@ class Search:
         self._note("from there", square, right, passes)
         better = float(right.mean()) < float(best.right.mean())
         return self._found(x_adv, square) if better else self._found(best.x_adv, found)
+
+    @property
+    def _steps(self) -> bool:
+        """Whether values without a slope lie within l2 or l1, where small changes cross no step."""
+        return self.blocked and self.threat.p < inf
 
     @property
     def _scored(self) -> bool:

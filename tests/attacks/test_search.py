@@ -96,6 +96,19 @@ def test_what_a_network_hides_is_found(name):
         assert hidden > left_plain() + 0.4
 
 
+def test_steps_within_l2_are_left_to_a_search():
+    """Small changes of many pixels cross none of them, large ones of a few do."""
+    (x, y), net = (
+        images(IMAGES, seed=4),
+        Through(trained_net(1), before=lambda x: (4 * x).round() / 4),
+    )
+    found = Auto(Threat("l2", 0.5), PASSES).find(Single(net), x, y, seeded())
+    words = [trial.words for trial in found.trail]
+    assert words[-1] == "from there: Square" and not any(one.startswith("2:") for one in words)
+    assert found.trail[-1].passes > 0.3 * PASSES
+    assert found.trail[-1].left < found.trail[-2].left - 0.2
+
+
 def test_heads_that_are_ranked():
     """As on the mean of the heads, which has all their gradients."""
     x, y = images(IMAGES, seed=4)
