@@ -38,7 +38,8 @@ def check_images(x: Tensor, bounds: tuple[float, float]) -> None:
     """Raise ValueError unless x is a floating [B, …] batch of finite images within the bounds."""
     x = x.detach()
     if not x.is_floating_point():
-        raise ValueError(f"images must be floating point in {list(bounds)}, got {x.dtype}")
+        advice = ": give x.float() / 255" if x.dtype == torch.uint8 else ""
+        raise ValueError(f"images must be floating point in {list(bounds)}, got {x.dtype}{advice}")
     if x.dim() < 2:
         raise ValueError(f"images must be a batch [B, …], got shape {list(x.shape)}")
     if not len(x):
@@ -61,7 +62,7 @@ def check_label_type(y: Tensor, images: int) -> None:
         advice = ": if they are one-hot, give y.argmax(1)" if y.dim() == 2 else ""
         raise ValueError(f"{images} images need labels [{images}], got {list(y.shape)}{advice}")
     if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
-        raise ValueError(f"labels must be whole numbers, got {y.dtype}")
+        raise ValueError(f"labels must be whole numbers, got {y.dtype}: give y.long()")
 
 
 def check_norm(attack: "Attack", *orders: float) -> None:

@@ -306,7 +306,7 @@ def read_published(path: Path) -> tuple[Protocol, list[Submission]]:
     except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise InputError(
             f"{path} is no leaderboard.json with the scores of its submissions: "
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {error}; docs/leaderboard.md names one for each data set"
         ) from error
     return protocol, found
 
