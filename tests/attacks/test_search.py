@@ -98,11 +98,9 @@ def test_what_a_network_hides_is_found(name):
 
 def test_steps_within_l2_are_left_to_a_search():
     """Small changes of many pixels cross none of them, large ones of a few do."""
-    (x, y), net = (
-        images(IMAGES, seed=4),
-        Through(trained_net(1), before=lambda x: (4 * x).round() / 4),
-    )
-    found = Auto(Threat("l2", 0.5), PASSES).find(Single(net), x, y, seeded())
+    x, y = images(IMAGES, seed=4)
+    net = Through(trained_net(1), before=lambda x: (2 * x).round() / 2)
+    found = Auto(Threat("l2", 0.4), PASSES).find(Single(net), x, y, seeded())
     words = [trial.words for trial in found.trail]
     assert words[-1] == "from there: Square" and not any(one.startswith("2:") for one in words)
     assert found.trail[-1].passes > 0.3 * PASSES
