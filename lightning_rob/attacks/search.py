@@ -293,7 +293,7 @@ class Search:
 
     @property
     def _steps(self) -> bool:
-        """Whether values without a slope lie within l2 or l1, where small changes cross no step."""
+        """Whether something has no slope in l2 or l1: small changes of all pixels cross no step."""
         return self.blocked and self.threat.p < inf
 
     @property

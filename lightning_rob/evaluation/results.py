@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 FEWEST_BROKEN, MOST_BROKEN = 10, 0.9  # images that one class must take to be suspicious
 UNLUCKY = 0.01  # probability by which guessing would be as bad
 FEWEST_OF_CLASS = 5  # images of each class: where a class has as many, 0.7 % of samples lack it
-NOTHING_SAID = "Its accuracy says nothing of them."
 
 
 @dataclass(frozen=True)
@@ -182,22 +181,20 @@ class EvaluationResult:
         if name in self.power and self.power[name].passed is False:
             weak = finding_of({name: self.power[name]})
             yield replace(weak, values=weak.values | {"attack": name}, name="power")
-        clean, attacked = self.not_fooled[:, 0].mean(1), self.per_image(name)
         blind = self._blind(name)
         if many(blind):
-            # AutoAttack has a part that needs no gradient.
-            searched = bool((attacked < clean)[blind > 0].any())
             yield Finding(
-                "warning" if searched else "severe",
+                "severe",
                 f"{name} had no gradient to follow on {images_of(blind)} that are right without an "
-                "attack: each was exactly zero or not finite. "
-                + ("A search without them fooled some." if searched else NOTHING_SAID),
+                "attack: each was exactly zero or not finite. Its accuracy says nothing of them, "
+                "unless a part of it needs no gradient, as in AutoAttack.",
                 'Attack by evaluate(net, "auto", …) or `lightning-rob attack`, which search for a '
                 "way around what hides gradients, and without them, by Square(queries=5000); the "
                 "lowest accuracy counts. `lightning-rob audit` says why gradients are missing.",
                 {"attack": name, "blind": mean(blind)},
                 "blind",
             )
+        clean, attacked = self.not_fooled[:, 0].mean(1), self.per_image(name)
         if is_gain(attacked - clean, exact=not (self.random or self.joint)):
             yield Finding(
                 "severe",
