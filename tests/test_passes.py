@@ -215,6 +215,7 @@ BUDGETS = {  # name -> attack, number of passes, and the smallest number for it 
     "pdgd": (at.PDGD(L2), 100, 2 * (1 + 2 + 8)),
     "deepfool": (at.DeepFool(L2, candidates=3), 90, 2 * 5 + 2),
     "fab-t": (at.FAB(LINF), 300, 2 * (1 + 4 * 3) + 2),
+    "few-pixels": (at.FewPixels(L2), 90, 2 * (2 + 13)),
     "square": (at.Square(L2), 80, 2 * (2 + 1)),
     "minimal-norm": (at.MinimalNorm(STEP), 171, 2 * (1 + 2 + 1)),
     "strongest": (at.Strongest((STEP, replace(STEP, steps=3))), 60, 2 * (2 * 2 + 2)),

@@ -24,6 +24,7 @@ from lightning_rob.attacks.decorators import Quantized8Bit as Quantized8Bit
 from lightning_rob.attacks.decorators import WithBackward as WithBackward
 from lightning_rob.attacks.deepfool import DeepFool as DeepFool
 from lightning_rob.attacks.fab import FAB as FAB
+from lightning_rob.attacks.few_pixels import FewPixels as FewPixels
 from lightning_rob.attacks.foreign import Foreign as Foreign
 from lightning_rob.attacks.gmsa import GMSA as GMSA
 from lightning_rob.attacks.gradient import Trace as Trace

@@ -15,6 +15,7 @@ from lightning_rob.attacks.base import Attack
 from lightning_rob.attacks.budget import PassCount
 from lightning_rob.attacks.decorators import Budgeted
 from lightning_rob.attacks.execution import restoring
+from lightning_rob.attacks.few_pixels import FewPixels
 from lightning_rob.attacks.folding import FoldingError
 from lightning_rob.attacks.gradient import ObjectiveGradient
 from lightning_rob.attacks.members import Best, Strongest
@@ -56,7 +57,8 @@ MOST_PARTS = 2  # of a network, before which a surrogate takes the place of what
 TARGETS = 9
 LOCAL = 0.5  # of the passes for the winners, for a search without slopes from their images
 NO_GRADIENT = "no gradient leads to the images"
-MOST_LOCAL = 0.8  # of them where small changes cross no step
+MOST_LOCAL = 0.7  # of them where small changes cross no step
+VIEWS = 2  # surrogates with which few pixels are changed
 WINDOW = 0.2  # share of the image in its first windows
 
 
@@ -272,10 +274,10 @@ class Search:
             self.rugged = climbs and self._is_rugged(judged[0].attack, rows[:PROBED])
             if self.rugged:
                 self.findings.append("slopes that say little of how predictions change")
-            if self.rugged and self._steps:
-                return judged
             variants = list(self._variants(judged, int(LEARNING * self.passes)))
-            judged += self._round("2", variants, rows, int(shares[1] * self.passes))
+            few = self.rugged and self._steps  # few pixels need few passes, and Square many
+            share = shares[0] if few else shares[1]
+            judged += self._round("2", variants, rows, int(share * self.passes))
             judged.sort(key=lambda one: one.left)
         return judged
 
@@ -488,6 +490,12 @@ class Search:
 
     def _variants(self, judged: list[Judged], learning: int) -> Iterator[Attack]:
         """Yield stand-ins and Square where nothing works, and variants of the best."""
+        if self._steps:
+            views = [one.attack for one in judged if one.attack.slopes or one.attack.enter]
+            few = FewPixels(self.threat, objective=self.margin)
+            yield from dict.fromkeys(replace(view, attack=few) for view in views[:VIEWS])
+            if self.rugged:
+                return
         stuck = not judged or judged[0].left > STUCK
         if stuck and learning and self.blocked:
             yield from (replace(view, stand_in=learning) for view in self.learners)
@@ -577,6 +585,7 @@ class Search:
         # Of several networks, losses of their rule say more than a loss towards a class.
         towards = follows and self.classes > 3 and self.networks == 1
         towards = towards and not self.random and self.threat.p != 1
+        towards = towards and hasattr(best.attack.attack, "targets")
         targeted = _changed(best.attack, targets=TARGETS) if towards else None
         if best.left == 1 and targeted:
             return [(1.0, targeted)]

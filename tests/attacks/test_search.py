@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import one_hot
 
 from lightning_rob import load_callbacks, objectives
-from lightning_rob.attacks import APGD, PGD, Auto, Budgeted, SurrogateGradient, search
+from lightning_rob.attacks import APGD, PGD, Auto, Budgeted, Square, SurrogateGradient, search
 from lightning_rob.attacks.base import is_batch_separable
 from lightning_rob.attacks.folding import FoldingError
 from lightning_rob.attacks.nested import walk
@@ -96,15 +96,19 @@ def test_what_a_network_hides_is_found(name):
         assert hidden > left_plain() + 0.4
 
 
-def test_steps_within_l2_are_left_to_a_search():
-    """Small changes of many pixels cross none of them, large ones of a few do."""
+@pytest.mark.parametrize("threat", [Threat("l2", 0.8), Threat("l1", 2.4)], ids=["l2", "l1"])
+def test_steps_within_l2_and_l1(threat):
+    """Of black and white images small changes of many pixels cross none, those of a few do."""
     x, y = images(IMAGES, seed=4)
+    x = x.round()
     net = Through(trained_net(1), before=lambda x: (2 * x).round() / 2)
-    found = Auto(Threat("l2", 0.4), PASSES).find(Single(net), x, y, seeded())
-    words = [trial.words for trial in found.trail]
-    assert words[-1] == "from there: Square" and not any(one.startswith("2:") for one in words)
-    assert found.trail[-1].passes > 0.3 * PASSES
-    assert found.trail[-1].left < found.trail[-2].left - 0.2
+    found = Auto(threat, PASSES).find(Single(net), x, y, seeded())
+    through = Budgeted(SurrogateGradient(APGD(threat), ("rounding",)), PASSES)
+    others = [attack(Single(net), x, y, seeded()) for attack in (through, Square(threat, PASSES))]
+    left, *by_others = (right(Single(net), at, y).mean() for at in (found.x_adv, *others))
+    assert any("FewPixels" in trial.words for trial in found.trail)
+    assert found.trail[-1].words == "from there: Square"
+    assert left < min(by_others) - 0.1
 
 
 def test_heads_that_are_ranked():
