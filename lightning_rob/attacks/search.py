@@ -490,7 +490,7 @@ class Search:
 
     def _variants(self, judged: list[Judged], learning: int) -> Iterator[Attack]:
         """Yield stand-ins and Square where nothing works, and variants of the best."""
-        if self._steps:
+        if self._steps and not self.random:
             views = [one.attack for one in judged if one.attack.slopes or one.attack.enter]
             few = FewPixels(self.threat, objective=self.margin)
             yield from dict.fromkeys(replace(view, attack=few) for view in views[:VIEWS])

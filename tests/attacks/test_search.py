@@ -111,6 +111,16 @@ def test_steps_within_l2_and_l1(threat):
     assert left < min(by_others) - 0.1
 
 
+def test_noise_before_steps_within_l2():
+    """One prediction is no proof there, and few pixels say nothing of the noise."""
+    x, y = images(IMAGES, seed=4)
+    net = Through(trained_net(1), before=lambda x: (2 * x + 0.2 * torch.randn_like(x)).round() / 2)
+    found = Auto(Threat("l2", 0.4), PASSES).find(Single(net), x, y, seeded())
+    assert {"noise of its own", "rounding operations"} <= set(found.findings)
+    assert not any(trial.error or "FewPixels" in trial.words for trial in found.trail)
+    assert found.trail[-1].left < found.trail[0].left - 0.1
+
+
 def test_heads_that_are_ranked():
     """As on the mean of the heads, which has all their gradients."""
     x, y = images(IMAGES, seed=4)
