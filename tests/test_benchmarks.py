@@ -11,10 +11,19 @@ from pathlib import Path
 import pytest
 import yaml
 
+from lightning_rob import load
+from lightning_rob.defenses import Defense
 from tests.test_configs import CHEAP, MOST, NARROW, shrunk
 from tests.tiny import ROOT
 
 SCRIPTS = sorted((ROOT / "benchmarks").rglob("*.py"))
+CHECKPOINTS = sorted((ROOT / "benchmarks").rglob("*.ckpt"))
+
+
+@pytest.mark.parametrize("path", CHECKPOINTS, ids=[path.name for path in CHECKPOINTS])
+def test_checkpoints_of_the_tables_load(path):
+    """An option that leaves the package would make one that holds it unreadable."""
+    assert isinstance(load(path), Defense)
 
 
 def stubs(path):
