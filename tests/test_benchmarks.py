@@ -12,6 +12,8 @@ import pytest
 import yaml
 
 from lightning_rob import load
+from lightning_rob.commands.leaderboard.board import rows
+from lightning_rob.commands.leaderboard.submissions import read_published
 from lightning_rob.defenses import Defense
 from tests.test_configs import CHEAP, MOST, NARROW, shrunk
 from tests.tiny import ROOT
@@ -24,6 +26,19 @@ CHECKPOINTS = sorted((ROOT / "benchmarks").rglob("*.ckpt"))
 def test_checkpoints_of_the_tables_load(path):
     """An option that leaves the package would make one that holds it unreadable."""
     assert isinstance(load(path), Defense)
+
+
+@pytest.mark.parametrize(
+    "path", ["docs/leaderboard_photographs.json", "benchmarks/leaderboard/digits_scores.json"]
+)
+def test_published_scores_are_read(path):
+    """A submission is ranked beside them (`--beside`)."""
+    protocol, found = read_published(ROOT / path)
+    index = found[0].scores["norms"]["linf"]["index"]
+    for one in found:
+        one.check_scores(protocol, index)
+    assert len(found) > 40 and not any(one.reasons for one in found)
+    assert len(rows(found, "linf")) > 15
 
 
 def stubs(path):
