@@ -70,8 +70,8 @@ class Auto(Attack):
     of slopes and objectives that these findings call for (`SurrogateGradient`); the best ones go on
     with other objectives and with gradients averaged over noisy copies (successive halving). The
     winners attack all images that stand. Where rounding within l2 or l1 makes slopes say little,
-    most passes go to `Square`, from the best images so far. On one network that hides nothing most
-    passes go to runs towards classes.
+    `FewPixels` is tried, and most of the last passes go to `Square`, from the best images so far.
+    On one network that hides nothing most passes go to runs towards classes.
 
     With fewer than 400 passes for each network, on transformation ensembles and on random
     transforms only the attacks for the kind run, and on other defenses that draw their classifiers

@@ -56,9 +56,9 @@ STUCK = 0.8  # share of the images left from which attacks are tried that cost m
 MOST_PARTS = 2  # of a network, before which a surrogate takes the place of what is there
 TARGETS = 9
 LOCAL = 0.5  # of the passes for the winners, for a search without slopes from their images
-NO_GRADIENT = "no gradient leads to the images"
 MOST_LOCAL = 0.7  # of them where small changes cross no step
 VIEWS = 2  # surrogates with which few pixels are changed
+NO_GRADIENT = "no gradient leads to the images"
 WINDOW = 0.2  # share of the image in its first windows
 
 
