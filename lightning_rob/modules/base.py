@@ -161,6 +161,21 @@ class RobustModule(LightningModule, ABC):
         """Return the part whose weights the optimizer updates."""
         return self.defense
 
+    def epochs_of_optimizer(self) -> float:
+        """Return the most epochs of one optimizer; infinite, unless a run builds several."""
+        return math.inf
+
+    def _check_length(self, steps: int) -> None:
+        trainer = self.trainer
+        needed = trainer.estimated_stepping_batches  # from here on the batches are counted
+        epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
+        if (needed := min(needed, epoch * self.epochs_of_optimizer())) > steps:
+            # torch says so only after the last step, hours later.
+            raise MisconfigurationException(
+                f"OneCycleLR ends after {steps} batches, training takes {needed:.0f}: give it "
+                f"total_steps={needed:.0f}"
+            )
+
     def configure_optimizers(self) -> Any:
         optimizer = self.optimizer(self.trainable_network().parameters())
         schedule = self.lr_scheduler and self.lr_scheduler(optimizer)
@@ -169,6 +184,8 @@ class RobustModule(LightningModule, ABC):
         config: dict[str, Any] = {"scheduler": schedule}
         if isinstance(schedule, OneCycleLR | CyclicLR):
             config["interval"] = "step"
+        if isinstance(schedule, OneCycleLR):
+            self._check_length(schedule.total_steps)
         if isinstance(schedule, ReduceLROnPlateau):
             config["monitor"] = monitor = getattr(schedule, "monitor", None)
             if monitor is None:

@@ -87,6 +87,9 @@ class SequentialTraining(RobustModule):
     def trainable_network(self) -> nn.Module:
         return self.members[self.stage]
 
+    def epochs_of_optimizer(self) -> float:
+        return max(self.epochs)
+
     def first_members(self, count: int) -> Ensemble:
         """Build the ensemble of the first members, their probabilities scaled to sum to one."""
         probs = self.probs[:count]

@@ -1,5 +1,6 @@
 """DVERGE training: members do not share their vulnerabilities."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -139,6 +140,10 @@ class DVERGE(JointTraining):
     def on_train_epoch_start(self) -> None:
         if 0 < self.warmup_epochs == self.current_epoch:
             self.trainer.strategy.setup_optimizers(self.trainer)
+
+    def epochs_of_optimizer(self) -> float:
+        after = (self.trainer.max_epochs or -1) - self.warmup_epochs
+        return max(self.warmup_epochs, after) if after > 0 else math.inf
 
     def layer(self) -> str:
         """Return the layer of the current epoch, drawn from the seed."""

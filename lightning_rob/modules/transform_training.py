@@ -171,6 +171,9 @@ class TransformTraining(RobustModule):
                 "trainer.check_val_every_n_epoch and trainer.val_check_interval at 1"
             )
 
+    def epochs_of_optimizer(self) -> float:
+        return self.epochs
+
     def on_train_epoch_start(self) -> None:
         if self.state.finished:
             self._start_next()

@@ -277,6 +277,8 @@ def test_a_schedule_of_one_cycle_steps_with_each_batch():
     callback = RobustEval({"pgd": PGD(Threat("linf", 0.1), 1, 0.1)}, every_n_epochs=9)
     cycle = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=4)
     assert len(set(rates(cycle, callback, 3))) == 3
+    with pytest.raises(MisconfigurationException, match=r"after 4 batches, training takes 5: "):
+        rates(cycle, callback, 5)
 
 
 @pytest.mark.parametrize(

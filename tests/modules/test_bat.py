@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_rob import PGD, Ensemble, Threat, optimal_sampling
-from lightning_rob.modules import BARRE, BAT, IAT
+from lightning_rob.modules import BARRE, BAT, DVERGE, IAT
 from tests.modules.support import Spy, batch
 from tests.tiny import Blobs, TinyNet, quiet_trainer
 
@@ -70,6 +70,23 @@ def test_barre_goes_on_from_the_member_before_and_searches_the_probabilities():
     again = BARRE(TinyNet, attack, epochs=2, members=2)
     again.on_load_checkpoint(saved)
     assert torch.equal(again.defense.weights, module.defense.weights)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda **o: BAT(TinyNet, Spy(), epochs=[1, 2], members=2, monitor=None, **o),
+        lambda **o: DVERGE(TinyNet, members=2, layers=["first"], steps=1, warmup_epochs=1, **o),
+    ],
+)
+def test_one_cycle_must_last_for_the_longest_training_of_one_optimizer(build):
+    """Blobs of 96 - 32 images: four batches an epoch."""
+    cycle = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.01)
+    module = build(lr_scheduler=partial(cycle, total_steps=8))
+    quiet_trainer(max_epochs=3).fit(module, Blobs())
+    module = build(lr_scheduler=partial(cycle, total_steps=7))
+    with pytest.raises(MisconfigurationException, match=r"after 7 batches, training takes 8: "):
+        quiet_trainer(max_epochs=3).fit(module, Blobs())
 
 
 def test_barre_without_images_to_search_is_refused():
