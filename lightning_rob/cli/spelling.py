@@ -19,6 +19,7 @@ SOURCES = {  # packages, and their files that define what a recipe names
 PARTS = ("model", "data", "trainer")  # of a recipe
 PLACES = ("model", "data", "trainer.callbacks", "trainer.logger")  # of a class by its name
 FIRST = re.compile(r"(?:model|data|trainer(?:\.callbacks|\.logger)?)\.(\w+)")
+LIST = "; try --help all"
 BESIDE = ("class_path", "init_args", "dict_kwargs", "help")  # keys of an object
 
 
@@ -26,8 +27,9 @@ def check_option(option: str, value: str) -> None:
     """Refuse an argument of model, data or trainer that no class has, and a class unknown here."""
     place = option.rstrip("+").removesuffix(".class_path")
     first = FIRST.match(place)
-    if first and first[1] not in (*arguments(), *BESIDE):
-        raise InputError(unknown_option(place))
+    known = trainer_arguments() if re.fullmatch(r"trainer\.\w+", place) else arguments()
+    if first and first[1] not in (*known, *BESIDE):
+        raise InputError(f"there is no option {place}{nearest(first[1], known, LIST)}")
     if place in PLACES and value.isidentifier() and value not in ("true", "false", "null"):
         check_class(value)
 
@@ -60,7 +62,7 @@ def unknown_option(name: str) -> str:
     """Return the error for an argument that a class does not have."""
     wrong = next((part for part in name.split(".") if part not in (*arguments(), *PARTS)), name)
     others = arguments() - {wrong}  # another class may have it
-    return f"there is no option {name}{nearest(wrong, others, '; try --help all')}"
+    return f"there is no option {name}{nearest(wrong, others, LIST)}"
 
 
 @cache
@@ -84,6 +86,14 @@ def classes() -> set[str]:
 def arguments() -> set[str]:
     """Return the names before a colon in the sources: all arguments and fields, and some words."""
     return {*re.findall(r"\b([a-z]\w*): [\w\"]", _text())}
+
+
+@cache
+def trainer_arguments() -> set[str]:
+    """Return the arguments of `Trainer`, and words that its file writes like them."""
+    spec = find_spec("lightning")
+    file = Path(str(spec and spec.origin)).parent / SOURCES["lightning"][0]
+    return {*re.findall(r"^        ([a-z]\w*): ", file.read_text("utf-8"), re.M)}
 
 
 def plugins() -> set[str]:

@@ -65,5 +65,9 @@ def reason_of(error: Exception) -> str:
 
 def nearest(name: str, known: Iterable[str], otherwise: str = "") -> str:
     """Return the end of a sentence that suggests names like a misspelt one, else `otherwise`."""
-    close = get_close_matches(name, sorted({*known}), n=2, cutoff=0.65)
+    names = sorted({*known})
+    # By letters alone "epsilon" would be nearer to "version" than to "eps".
+    begun = [k for k in names if len(k) > 2 and (k.startswith(name) or name.startswith(k))]
+    near = get_close_matches(name, begun, 1, 0) + get_close_matches(name, names, 2, 0.65)
+    close = [*dict.fromkeys(near)][:2]
     return f", did you mean {' or '.join(close)}?" if close else otherwise
