@@ -58,6 +58,19 @@ def shorten_jsonargparse_error(message: str) -> str:
     return text + (missing if text.endswith(":") else "")
 
 
+def name_old_recipe(message: str, path: object, given: str = "") -> str:
+    """Say of an option that nothing has, and that was not given, that a checkpoint has it."""
+    from lightning_rob.commands.checkpoints import RECIPE  # imports torch
+
+    option = re.search(r"there is no option ([\w.]+)", message)
+    if not option or option[1] in given:
+        return message
+    return (
+        f"the recipe in {path} is perhaps of another version: {message}; it is text under the key "
+        f"{RECIPE!r} of the checkpoint"
+    )
+
+
 def shorten_state_dict_error(error: RuntimeError) -> Exception:
     """Shorten torch's error for weights or images of another shape, or a lost rank; else as is."""
     from lightning_rob.runtime.processes import as_fault  # imports torch

@@ -22,7 +22,11 @@ from lightning_rob.callbacks.guard import TerminateOnNonFinite
 from lightning_rob.callbacks.images import gather
 from lightning_rob.callbacks.loggers import run_folder, writing_folder
 from lightning_rob.cli.checkpoints import SafeCheckpointIO
-from lightning_rob.cli.errors import shorten_jsonargparse_error, shorten_state_dict_error
+from lightning_rob.cli.errors import (
+    name_old_recipe,
+    shorten_jsonargparse_error,
+    shorten_state_dict_error,
+)
 from lightning_rob.cli.options import (
     NAMED,
     OF_METHODS,
@@ -121,6 +125,7 @@ class RobustCLI(LightningCLI):
 
     def __init__(self, line: CommandLine | Sequence[str], run: bool = True) -> None:
         self.checkpoint_io = SafeCheckpointIO()
+        self.recipe_of: str | None = None  # the checkpoint whose recipe is used
 
         def ranks() -> Any:
             strategy = getattr(getattr(self, "trainer", None), "strategy", None)
@@ -158,6 +163,11 @@ class RobustCLI(LightningCLI):
                     torch.distributed.destroy_process_group()
         except USER_ERRORS as error:
             raise InputError(shorten_jsonargparse_error(self._describe(error))) from error
+        except InputError as error:
+            if not self.recipe_of:
+                raise
+            given = " ".join(self.line.args)
+            raise InputError(name_old_recipe(str(error), self.recipe_of, given)) from error
         except RuntimeError as error:
             raise shorten_state_dict_error(error) from error
         except ProcessException as error:  # of ddp_spawn and its like
@@ -179,6 +189,7 @@ class RobustCLI(LightningCLI):
             raise InputError(
                 "say what to run: --config RECIPE, or --ckpt_path CHECKPOINT of such a run"
             )
+        self.recipe_of = path if recipe else None
         return [f"--config={recipe}"] if recipe else []
 
     def setup_parser(self, add_subcommands: bool, main_kwargs: Any, subparser_kwargs: Any) -> None:

@@ -3,11 +3,12 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from lightning.pytorch import Callback, LightningModule
 
+from lightning_rob.cli.errors import name_old_recipe
 from lightning_rob.cli.lightning_cli import build
 from lightning_rob.commands.checkpoints import config_in_checkpoint, load_weights, read_checkpoint
 from lightning_rob.defenses import Defense
@@ -66,9 +67,12 @@ def load_module(
             f"{path} does not say what it is a checkpoint of: build the module, load its weights "
             "and give it to lightning_rob.evaluate"
         )
-    module: LightningModule = _built(LightningModule, yaml.safe_load(recipe)["model"], allow_import)
+    try:
+        module = _built(LightningModule, yaml.safe_load(recipe)["model"], allow_import)
+    except InputError as error:
+        raise InputError(name_old_recipe(str(error), path)) from error
     load_weights(module, checkpoint)
-    return module
+    return cast(LightningModule, module)
 
 
 def load_callbacks(

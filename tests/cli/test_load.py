@@ -13,6 +13,7 @@ import lightning_rob
 from lightning_rob import ARC, PGD, Threat, evaluate
 from lightning_rob.callbacks import RobustEval
 from lightning_rob.cli import main
+from lightning_rob.commands.checkpoints import RECIPE
 from lightning_rob.recipes.environment import VARIABLE, callbacks
 from lightning_rob.recipes.trust import VARIABLE as ALLOWED
 from lightning_rob.runtime.errors import InputError
@@ -95,6 +96,18 @@ def test_bad_checkpoints(tmp_path):
     torch.save({"state_dict": {}}, tmp_path / "plain.ckpt")
     with pytest.raises(ValueError, match="does not say what it is a checkpoint of: build"):
         lightning_rob.load(tmp_path / "plain.ckpt")
+
+
+def test_a_recipe_of_another_version(trained, tmp_path, capsys):
+    content = torch.load(trained, weights_only=True)
+    epochs = re.compile(r"^    epochs:", re.M)
+    content[RECIPE] = epochs.sub("    tf32: false\n    epochs:", content[RECIPE])
+    torch.save(content, tmp_path / "old.ckpt")
+    with pytest.raises(InputError, match=r"recipe in .*old.ckpt is perhaps of another version: .*"):
+        lightning_rob.load(tmp_path / "old.ckpt", "tests")
+    command = ["test", str(tmp_path / "old.ckpt"), "--allow-import=tests"]
+    assert "is perhaps of another version: Parser" in refused(capsys, *command)
+    assert "another version" not in refused(capsys, *command, "--model.tf32=true")
 
 
 def brighter(x):
