@@ -201,6 +201,7 @@ def test_square():
 # budgets
 
 STEP = at.PGD(LINF, 1, 0.01)
+MEASURED = at.SurrogateGradient(at.FewPixels(L2, bisections=3), enter=("members.0",))
 BUDGETS = {  # name -> attack, number of passes, and the smallest number for it on two networks
     "pgd": (STEP, 41, 4),
     "restarts": (replace(STEP, restarts=3, keep_best=True), 100, 24),
@@ -216,6 +217,7 @@ BUDGETS = {  # name -> attack, number of passes, and the smallest number for it 
     "deepfool": (at.DeepFool(L2, candidates=3), 90, 2 * 5 + 2),
     "fab-t": (at.FAB(LINF), 300, 2 * (1 + 4 * 3) + 2),
     "few-pixels": (at.FewPixels(L2), 90, 2 * (2 + 13)),
+    "few-pixels measured": (MEASURED, 90, 2 * (3 + 2 * 3 + 4)),
     "square": (at.Square(L2), 80, 2 * (2 + 1)),
     "minimal-norm": (at.MinimalNorm(STEP), 171, 2 * (1 + 2 + 1)),
     "strongest": (at.Strongest((STEP, replace(STEP, steps=3))), 60, 2 * (2 * 2 + 2)),

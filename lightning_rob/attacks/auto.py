@@ -69,8 +69,8 @@ class Auto(Attack):
     hide nothing. On up to 24 images that still stand, candidates get equal passes: each combination
     of slopes and objectives that these findings call for (`SurrogateGradient`); the best ones go on
     with other objectives and with gradients averaged over noisy copies (successive halving). The
-    winners attack all images that stand. Where rounding within l2 or l1 makes slopes say little,
-    `FewPixels` is tried, and most of the last passes go to `Square`, from the best images so far.
+    winners attack all images that stand. Behind rounding within l2 or l1 `FewPixels` is tried, and
+    where slopes say little most of the last passes go to `Square`, from the best images so far.
     On one network that hides nothing most passes go to runs towards classes.
 
     With fewer than 400 passes for each network, on transformation ensembles and on random
@@ -111,7 +111,7 @@ class Auto(Attack):
         drawn = kind == "random" and not random_transforms_in(defense)
         networks = 1 if drawn else count.networks
         alone = kind == "transformed" or (kind == "random" and not drawn)
-        if alone or passes < SEARCH_FROM * networks:
+        if alone or self.passes < SEARCH_FROM * networks:
             restore = restoring(generator)
             whole = replace(self, passes=passes).schedule(defense, classes)
             try:
@@ -153,6 +153,8 @@ class Auto(Attack):
         self, defense: Defense, x: Tensor, y: Tensor, generator: Generator = None
     ) -> AutoResult:
         """Attack images, and return the attack that was found beside them; as a call otherwise."""
+        if not len(x):
+            raise ValueError("an attack is found on images, got none")
         noting = self.noting()
         x_adv = noting(defense, x, y, generator)
         return replace(noting.results[-1], x_adv=x_adv)  # type: ignore[index]

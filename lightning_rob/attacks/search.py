@@ -57,7 +57,8 @@ MOST_PARTS = 2  # of a network, before which a surrogate takes the place of what
 TARGETS = 9
 LOCAL = 0.5  # of the passes for the winners, for a search without slopes from their images
 MOST_LOCAL = 0.7  # of them where small changes cross no step
-VIEWS = 2  # surrogates with which few pixels are changed
+VIEWS = 2  # surrogates with which few pixels are changed by one length
+BISECTIONS = 9  # to find what change of each pixel crosses a step
 NO_GRADIENT = "no gradient leads to the images"
 WINDOW = 0.2  # share of the image in its first windows
 
@@ -477,7 +478,7 @@ class Search:
 
     def _within(self, attack: Any, passes: int) -> Budgeted:
         """Return the attack within some passes, with steps of PGD that lead across the ball."""
-        if hasattr(attack, "slopes") and self.random and self.threat.p != 1:
+        if self.random and hasattr(getattr(attack, "attack", None), "step_size"):
             steps = max(passes // (2 * self.count.drawn(attack.attack.draws)), 1)
             attack = _changed(attack, step_size=2.5 * self.threat.eps / steps)
         return Budgeted(attack, max(passes, 1))
@@ -490,10 +491,9 @@ class Search:
 
     def _variants(self, judged: list[Judged], learning: int) -> Iterator[Attack]:
         """Yield stand-ins and Square where nothing works, and variants of the best."""
-        if self._steps and not self.random:
+        if self._steps:
             views = [one.attack for one in judged if one.attack.slopes or one.attack.enter]
-            few = FewPixels(self.threat, objective=self.margin)
-            yield from dict.fromkeys(replace(view, attack=few) for view in views[:VIEWS])
+            yield from self._of_few(views)
             if self.rugged:
                 return
         stuck = not judged or judged[0].left > STUCK
@@ -503,6 +503,16 @@ class Search:
             yield from self._of_best([one.attack for one in judged])
         if stuck and self._scored and not (self.random or self.together):
             yield Square(self.threat)
+
+    def _of_few(self, views: list[SurrogateGradient]) -> Iterator[Attack]:
+        """Yield changes of few pixels across the steps, which noise lets nobody measure."""
+        few = FewPixels(self.threat, objective=self.margin)
+        if self.random:
+            yield from (replace(view, attack=replace(few, draws=self.draws)) for view in views[:1])
+            return
+        measured = replace(few, bisections=BISECTIONS)
+        yield from (replace(entry, attack=measured) for entry in self.entries[:1])
+        yield from dict.fromkeys(replace(view, attack=few) for view in views[:VIEWS])
 
     def _of_best(self, ranked: list[Any]) -> Iterator[Attack]:
         """Yield the best with other objectives, smoothed where slopes call for it."""
@@ -535,6 +545,7 @@ class Search:
         weights = [5 if more else 1 for more in costly]
         if self.random:
             weights = [(c.attack.draws or 1) // self.draws for c in candidates]  # type: ignore[attr-defined]
+            weights = [3 if _is_few(c) else w for c, w in zip(candidates, weights, strict=True)]
         for weight, candidate in zip(weights, candidates, strict=True):
             share = weight * passes // sum(weights)
             attack, error = self._within(candidate, share - self._judging), ""
@@ -578,6 +589,8 @@ class Search:
         if not judged:  # nothing could run
             return [(1.0, Square(self.threat))]
         best = judged[0]
+        if self.random and _is_few(best.attack):
+            return [(1.0, _changed(best.attack, draws=MORE_DRAWS * self.draws // DRAWS))]
         if self.networks > 1 and not self.random and hasattr(best.attack, "slopes"):
             losses = (self.cross_entropy, self.margin)  # of their rule, each better at times
             return [(1.0, _changed(best.attack, objective=loss)) for loss in losses]
@@ -601,6 +614,11 @@ def _changed(view: SurrogateGradient, **changes: Any) -> SurrogateGradient:
     return replace(view, attack=replace(view.attack, **changes))  # type: ignore[type-var]
 
 
+def _is_few(attack: Any) -> bool:
+    """Return whether an attack changes few pixels, in many passes even for its first step."""
+    return hasattr(getattr(attack, "attack", None), "bisections")
+
+
 def in_words(attack: Any) -> str:
     """Return an attack in a few words, for the trail."""
     inner = getattr(attack, "attack", None)
@@ -614,6 +632,8 @@ def in_words(attack: Any) -> str:
             parts += [f"mean of {attack.copies} noisy copies"] if attack.copies else []
         return "; ".join(parts)
     name, objective = type(attack).__name__, getattr(attack, "objective", None)
+    if getattr(attack, "bisections", 0):
+        name = f"{name} by thresholds"
     if getattr(attack, "targets", 0):
         return f"{name} towards {attack.targets} classes"
     return f"{name} on {objective}" if objective else name

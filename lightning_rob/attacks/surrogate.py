@@ -510,6 +510,12 @@ class SeenThrough(Defense):
         found: Tensor = self.defense(x, generator)
         return found
 
+    def given(self, x: Tensor, generator: Generator = None) -> Tensor:
+        """Return what the first of the parts `enter` is given for images x [B, …]."""
+        if not self.view.enter:
+            raise ValueError("name a part of the network that is entered, got none")
+        return inputs_of(self.defense, self.view.enter[0], x, generator)
+
     def sample_logits(
         self, x: Tensor, generator: Generator = None, draws: int | None = None
     ) -> tuple[Tensor, Tensor]:
