@@ -110,8 +110,8 @@ def steps_inside(target: CheckTarget, columns: Columns) -> Finding:
         f"The logits for {images_of(found)} stay the same to the last bit when every pixel "
         "changes by 1e-5: the input is quantized, something inside is rounded or thresholded, or "
         "the logits are saturated.",
-        "Attack with a gradient that passes straight through the rounding (BPDA), and "
-        "without gradients; the accuracies under gradient attacks say nothing here.",
+        "Attack by Auto, or with a gradient that passes straight through the rounding (BPDA), and "
+        "without gradients; accuracies under attacks by the network's own gradient say nothing.",
     )
     if blind or not finding.flagged:
         return finding
@@ -304,10 +304,10 @@ zero_gradients = condition(
     "zero_gradients",
     "zero_gradient",
     "Gradients are not zero.",
-    "The gradient is exactly zero for {images}: gradient attacks stay where they start, and the "
+    "The gradient is exactly zero for {images}: attacks by it stay where they start, and the "
     "accuracy that they leave is no robustness.",
-    "Look for sign, round, argmax or clamp inside; attack with a gradient that passes straight "
-    "through them (BPDA), and without gradients.",
+    "Look for sign, round, argmax or clamp inside; attack by Auto, or with a gradient that passes "
+    "straight through them (BPDA), and without gradients.",
 )
 infinite_gradients = condition(
     "infinite_gradients",
