@@ -138,6 +138,16 @@ class Threat:
         if not self.bounds[0] < self.bounds[1]:
             raise ValueError(f"bounds must be (low, high) with low < high, got {self.bounds}")
 
+    def check_size(self, name: str, values: int) -> None:
+        """Raise ValueError if the ball of this name holds every image of so many values."""
+        low, high = self.bounds
+        if not self.relative and self.eps > (high - low) * values ** (1 / self.p):
+            # The usual slip: 8 in place of 8/255.
+            ball, eps = f"{self.norm} {self.eps:g}", f"{self.eps:g}/255"
+            raise ValueError(
+                f"the ball of {name!r}, {ball}, holds every image: did you mean {eps}?"
+            )
+
     def __str__(self) -> str:
         """Return norm and radius, in 255ths if it is a multiple: "linf 8/255", "linf 0.2"."""
         of_255 = self.eps * 255

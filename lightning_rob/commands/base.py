@@ -10,13 +10,13 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import SaveConfigCallback
 
-from lightning_rob.attacks import Attack
 from lightning_rob.callbacks import RobustEval
 from lightning_rob.callbacks.base import EvaluationCallback
 from lightning_rob.callbacks.images import Inputs
 from lightning_rob.defenses import Defense
 from lightning_rob.evaluation.evaluate import as_defense
 from lightning_rob.evaluation.records import versions
+from lightning_rob.modules.base import trained_threats
 from lightning_rob.threat import Threat
 
 WITHOUT_EFFECT = ("batch_size", "eval_batch_size", "workers")  # options of data
@@ -68,11 +68,8 @@ class Run:
 
 
 def trained_threat(module: Any) -> Threat | None:
-    """Return the threat of a module's training; None if it was not trained against attacks."""
-    attack = getattr(module, "attack", None)
-    attack = attack[0] if isinstance(attack, tuple) else attack  # of several, the first
-    threat = attack.threat if isinstance(attack, Attack) else getattr(module, "threat", None)
-    return threat if isinstance(threat, Threat) else None
+    """Return the threat of a module's training, of several the first; None without attacks."""
+    return next(iter(trained_threats(module)), None)
 
 
 @contextmanager

@@ -128,13 +128,8 @@ def check_attacks(attacks: Mapping[str, Attack]) -> None:
 
 def check_ball(name: str, attack: Attack, values: int) -> None:
     """Raise ValueError for a ball that holds every image; `values` is their number in one."""
-    threat, (low, high) = attack.threat, attack.threat.bounds
-    if any(part.smallest_norm for part in walk(attack)):
-        return  # it stays as near as it can
-    if not threat.relative and threat.eps > (high - low) * values ** (1 / threat.p):
-        # The usual slip: 8 in place of 8/255.
-        ball, eps = f"{threat.norm} {threat.eps:g}", f"{threat.eps:g}/255"
-        raise ValueError(f"the ball of {name!r}, {ball}, holds every image: did you mean {eps}?")
+    if not any(part.smallest_norm for part in walk(attack)):  # it stays as near as it can
+        attack.threat.check_size(name, values)
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,11 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 
+from lightning_rob.attacks import Attack
 from lightning_rob.data.base import labelled_images
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.transductive import give_source
@@ -20,8 +22,19 @@ from lightning_rob.evaluation.groups import Batch, unpacked
 from lightning_rob.metrics import RobustAccuracy
 from lightning_rob.objectives import check_labels
 from lightning_rob.randomness import Streams, derive_seed, generator_of
+from lightning_rob.threat import Threat
 
+ENOUGH = 1.1  # of the batches that OneCycleLR needs; after more its rate is far from the last one
 LARGEST_BATCH = MOST_PROCESSES = 2**20  # for numbers of images that have no index
+
+
+def trained_threats(module: Any) -> list[Threat]:
+    """Return the threats of a module's training; none if it is not trained against attacks."""
+    attack = getattr(module, "attack", None)
+    attacks = attack if isinstance(attack, tuple) else (attack,)
+    threats = [one.threat for one in attacks if isinstance(one, Attack)]
+    own = getattr(module, "threat", None)
+    return threats or ([own] if isinstance(own, Threat) else [])
 
 
 class RobustModule(LightningModule, ABC):
@@ -87,6 +100,9 @@ class RobustModule(LightningModule, ABC):
     def train_on(self, batch: Batch, batch_idx: int) -> Tensor:
         """Compute and log the loss of images [B, C, H, W], labels [B] and indices [B]."""
         x, y, index = batch
+        if batch_idx == 0:
+            for threat in trained_threats(self):
+                threat.check_size("training", x[0].numel())
         # Dropout draws from the global stream: it must not depend on what ran between two steps.
         torch.manual_seed(derive_seed(self.seed, self.current_epoch, batch_idx, self.global_rank))
         self.noise = Streams.from_index(index, self.seed, self.current_epoch)
@@ -169,12 +185,12 @@ class RobustModule(LightningModule, ABC):
         trainer = self.trainer
         needed = trainer.estimated_stepping_batches  # from here on the batches are counted
         epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
-        if (needed := min(needed, epoch * self.epochs_of_optimizer())) > steps:
-            # torch says so only after the last step, hours later.
-            raise MisconfigurationException(
-                f"OneCycleLR ends after {steps} batches, training takes {needed:.0f}: give it "
-                f"total_steps={needed:.0f}"
-            )
+        needed = min(needed, epoch * self.epochs_of_optimizer())
+        advice = f"training by one optimizer takes {needed:.0f}: give it total_steps={needed:.0f}"
+        if needed > steps:  # torch says so only after the last step, hours later
+            raise MisconfigurationException(f"OneCycleLR ends after {steps} batches, {advice}")
+        if steps > ENOUGH * needed and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            rank_zero_warn(f"OneCycleLR is cut off before its {steps} batches: {advice}")
 
     def configure_optimizers(self) -> Any:
         optimizer = self.optimizer(self.trainable_network().parameters())

@@ -275,9 +275,9 @@ def test_a_schedule_waits_for_new_robust_accuracies():
 
 def test_a_schedule_of_one_cycle_steps_with_each_batch():
     callback = RobustEval({"pgd": PGD(Threat("linf", 0.1), 1, 0.1)}, every_n_epochs=9)
-    cycle = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=4)
+    cycle = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=3)
     assert len(set(rates(cycle, callback, 3))) == 3
-    with pytest.raises(MisconfigurationException, match=r"after 4 batches, training takes 5: "):
+    with pytest.raises(MisconfigurationException, match=r"after 3 batches, .* takes 5: "):
         rates(cycle, callback, 5)
 
 
@@ -290,6 +290,19 @@ def test_awp_perturbs_weights_behind_a_parametrization(parametrize):
     parametrize(module.defense.net.last).eval()
     loss = loss_at_perturbed_weights(module.defense, module._loss_on, (x, x, y), 0.1)
     assert loss.item() > module._loss_on(x, x, y).item() + 0.01
+
+
+@pytest.mark.parametrize(
+    ("norm", "eps", "message"),
+    [
+        ("linf", 8, "'training', linf 8, holds every image: did you mean 8/255"),
+        ("l2", 128, "'training', l2 128, holds every image: did you mean 128/255"),
+    ],
+)
+def test_a_ball_of_all_images_is_no_training(norm, eps, message):
+    module = AdversarialTraining(TinyNet, PGD(Threat(norm, eps), 1, 0.1))
+    with pytest.raises(ValueError, match=message):
+        quiet_trainer(max_epochs=1).fit(module, Blobs(train_size=48))
 
 
 def test_weights_and_labels_that_training_cannot_take():
