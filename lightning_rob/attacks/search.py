@@ -60,6 +60,7 @@ MOST_LOCAL = 0.7  # of them where small changes cross no step
 VIEWS = 2  # surrogates with which few pixels are changed by one length
 BISECTIONS = 9  # to find what change of each pixel crosses a step
 NO_GRADIENT = "no gradient leads to the images"
+DETACHED = "detached operations"
 WINDOW = 0.2  # share of the image in its first windows
 
 
@@ -276,8 +277,9 @@ class Search:
             if self.rugged:
                 self.findings.append("slopes that say little of how predictions change")
             variants = list(self._variants(judged, int(LEARNING * self.passes)))
-            few = self.rugged and self._steps  # few pixels need few passes, and Square many
-            share = shares[0] if few else shares[1]
+            # Few pixels need few passes, and Square many.
+            costly = any(getattr(variant, "stand_in", 0) for variant in variants)
+            share = shares[0] if self.rugged and self._steps and not costly else shares[1]
             judged += self._round("2", variants, rows, int(share * self.passes))
             judged.sort(key=lambda one: one.left)
         return judged
@@ -494,11 +496,12 @@ class Search:
         if self._steps:
             views = [one.attack for one in judged if one.attack.slopes or one.attack.enter]
             yield from self._of_few(views)
-            if self.rugged:
-                return
         stuck = not judged or judged[0].left > STUCK
-        if stuck and learning and self.blocked:
+        cut = self.blocked and (not (self._steps and self.rugged) or DETACHED in self.findings)
+        if stuck and learning and cut:
             yield from (replace(view, stand_in=learning) for view in self.learners)
+        if self._steps and self.rugged:
+            return
         if judged:
             yield from self._of_best([one.attack for one in judged])
         if stuck and self._scored and not (self.random or self.together):

@@ -16,7 +16,7 @@ from lightning_rob.attacks import APGD, PGD, Auto, Budgeted, Square, SurrogateGr
 from lightning_rob.attacks.base import is_batch_separable
 from lightning_rob.attacks.folding import FoldingError
 from lightning_rob.attacks.nested import walk
-from lightning_rob.attacks.surrogate import SeenThrough, _Surrogate
+from lightning_rob.attacks.surrogate import SeenThrough, StandIn, _Surrogate
 from lightning_rob.defenses import Defense, Ensemble, Single, Smoothing
 from lightning_rob.randomness import normal
 from lightning_rob.rules import majority, mean_logits, random_member
@@ -78,9 +78,9 @@ def left_by(attack, net, x, y):
 
 
 @cache
-def left_plain():
+def left_plain(threat=THREAT):
     x, y = images(IMAGES, seed=4)
-    return left_by(Auto(THREAT, PASSES), trained_net(1), x, y)
+    return left_by(Auto(threat, PASSES), trained_net(1), x, y)
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -210,15 +210,23 @@ def inverted(x):
     return torch.from_numpy(1 - x.detach().numpy())
 
 
-@pytest.mark.parametrize("before", [inverted, levels])
-def test_a_network_learns_what_has_no_slope(before):
+@pytest.mark.parametrize(
+    ("before", "threat"), [(inverted, THREAT), (inverted, Threat("l2", 0.8)), (levels, THREAT)]
+)
+def test_a_network_learns_what_has_no_slope(before, threat):
     """The identity's slope is no help: it has the wrong sign, or not the shape."""
     x, y = images(IMAGES, seed=4)
     net = Through(Mean(trained_net(1)), before=before)
-    found = Auto(THREAT, PASSES).find(Single(net), x, y, seeded())
-    assert right(Single(net), found.x_adv, y).mean() <= left_plain() + 2.1 / IMAGES
+    found = Auto(threat, PASSES).find(Single(net), x, y, seeded())
+    assert right(Single(net), found.x_adv, y).mean() <= left_plain(threat) + 2.1 / IMAGES
     assert any("a learned stand-in before net.net" in trial.words for trial in found.trail)
     assert not is_batch_separable(found.attack, Single(net))
+
+
+def test_a_stand_in_starts_at_the_best_mixture():
+    x = torch.rand(8, 3, 6, 6, generator=seeded())
+    z = torch.cat([1 - x, x.mean(1, keepdim=True)], 1)
+    torch.testing.assert_close(StandIn(x, z)(x), z, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
