@@ -24,8 +24,10 @@ PHRASES = {
 
 def shorten_jsonargparse_error(message: str) -> str:
     """Reduce jsonargparse's tree of reasons to the innermost ones, without tried types."""
-    # An option that a callback lacks is tried as one of `Callback`, which may not be imported.
-    if not re.search("is not accepted|there is no option", message):
+    # An option that a callback lacks, or whose value is of another type, is tried as one of
+    # `Callback`, which may not be imported.
+    wrong = r"key \"[\w.]+\": \S(?s:.*)'lightning.Callback'"
+    if not re.search(f"is not accepted|there is no option|{wrong}", message):
         if own := re.search(r"Importing '(lightning_rob\.\w+)' is not allowed", message):
             return unknown_class(own[1])
         if refused := explain(message):
