@@ -1,7 +1,8 @@
 """Exceptions that end a command with one line, a warning, and checks of what they quote."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from typing import SupportsFloat
 
 
 class InputError(Exception):
@@ -35,8 +36,15 @@ class FindingWarning(UserWarning):
     """Something makes the accuracies of an evaluation suspicious."""
 
 
+def _check_numbers(numbers: Mapping[str, float | None]) -> None:
+    for name, number in numbers.items():
+        if not isinstance(number, SupportsFloat):  # a text is not
+            raise ValueError(f"{name} must be a number, got {number!r}")
+
+
 def at_least(minimum: int, **numbers: float | None) -> None:
     """Raise a ValueError that names the first number below the minimum; None is allowed."""
+    _check_numbers({name: number for name, number in numbers.items() if number is not None})
     for name, number in numbers.items():
         if number is not None and not number >= minimum:  # NaN neither
             raise ValueError(f"{name} must be at least {minimum}, got {number}")
@@ -44,6 +52,7 @@ def at_least(minimum: int, **numbers: float | None) -> None:
 
 def within(low: float, high: float, **numbers: float) -> None:
     """Raise a ValueError that names the first number outside [low, high]."""
+    _check_numbers(numbers)
     for name, number in numbers.items():
         if not low <= number <= high:  # NaN neither
             raise ValueError(f"{name} must be in [{low:g}, {high:g}], got {number}")
