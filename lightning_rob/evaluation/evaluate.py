@@ -111,13 +111,14 @@ def evaluate(
         The scores, image by image, with accuracies, intervals and comparisons, and `findings`: what
         makes an accuracy suspicious. Each that is severe or a warning is a `FindingWarning` too.
     """
+    check_loader(batches)
     defense = as_defense(model, preprocess)
     if not isinstance(attacks, (str, Mapping)):
+        turned = isinstance(batches, (str, Mapping, Attack))
+        advice = 'give {"pgd": PGD(…)}, or one word, such as "pgd"'
+        advice = "the order is evaluate(net, attacks, batches)" if turned else advice
         got = type(attacks).__name__
-        raise TypeError(
-            f"attacks must be a word or a mapping of attacks, got a {got}: the order is "
-            "evaluate(net, attacks, batches)"
-        )
+        raise TypeError(f"attacks must be a word or a mapping of attacks, got a {got}: {advice}")
     if isinstance(attacks, str) != (eps is not None):
         raise ValueError(
             f"the word {attacks!r} needs a radius, such as eps=8/255"
@@ -211,6 +212,16 @@ def as_defense(model: nn.Module, preprocess: Callable[[Tensor], Tensor] | None =
     return Single(model if preprocess is None else Preprocessed(preprocess, model))
 
 
+def check_loader(batches: Any) -> None:
+    """Raise TypeError for a data set or a data module in place of a loader."""
+    name = type(batches).__name__
+    if isinstance(batches, Dataset):
+        raise TypeError(f"batches is a data set: give DataLoader({name}(…), batch_size=128)")
+    if hasattr(batches, "test_dataloader"):
+        advice = "data.setup('test'), then data.test_dataloader()"
+        raise TypeError(f"batches is the data module {name}: give a loader of it: {advice}")
+
+
 def indexed_groups(
     batches: Any,
     settings: EvaluationSettings,
@@ -218,9 +229,7 @@ def indexed_groups(
     unpack: Unpack | None,
 ) -> Iterator[Batch]:
     """Yield canonical groups or rounds of images, with labels and indices."""
-    if isinstance(batches, Dataset):
-        name = type(batches).__name__
-        raise TypeError(f"batches is a data set: give DataLoader({name}(…), batch_size=128)")
+    check_loader(batches)
     size = settings.group_size if protocol is None else protocol.size(batches)
     sampler = getattr(batches, "sampler", None)
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:

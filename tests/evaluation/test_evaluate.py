@@ -286,6 +286,9 @@ def test_nothing_is_left_behind():
         ({"batches": [(255 * X, Y)]}, ValueError, r"images must lie in \[0.0, 1.0\]"),
         ({"attacks": {"a": PGD(Threat("linf", 8), 1, 2)}}, ValueError, "did you mean 8/255"),
         ({"max_images": "20"}, ValueError, "max_images must be a number, got '20'"),
+        ({"attacks": ["pgd"]}, TypeError, 'got a list: give {"pgd": PGD'),
+        ({"attacks": ATTACKS["weak"]}, TypeError, 'got a PGD: give {"pgd": PGD'),
+        ({"batches": Blobs(), "attacks": "pgd"}, TypeError, "data module Blobs: give a loader of"),
         ({"attacks": {"a": PGD}}, TypeError, "attack 'a' must be such as PGD"),
         ({"batches": [(X, Y + 3)]}, ValueError, "labels must be 0 … 3 for 4 classes"),
         *(
