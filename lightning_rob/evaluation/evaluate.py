@@ -48,7 +48,7 @@ from lightning_rob.evaluation.worst import is_random
 from lightning_rob.runtime.errors import at_least
 from lightning_rob.runtime.identity import cache_key, fingerprint
 from lightning_rob.tables import CLEAN
-from lightning_rob.threat import Length, Norm, Threat
+from lightning_rob.threat import PROJECTED, Length, Norm, Threat, norm_order
 
 
 def evaluate(
@@ -125,6 +125,8 @@ def evaluate(
             if eps is None
             else f"eps={eps} is for one word: each attack of a mapping has its own threat"
         )
+    if isinstance(attacks, str) and norm_order(norm) not in PROJECTED:
+        raise ValueError(f"attacks given by one word are for linf, l2 and l1, got norm {norm!r}")
     at_least(0, power=power)
     settings = EvaluationSettings(
         seed, repeats, inferences, private_draws, max_images, group_size, protocol, known_noise
