@@ -46,9 +46,17 @@ class CommandCLI(RobustCLI):
 
     in_place_of = "test"
 
+    def before_test(self) -> None:
+        command = self.line.command
+        # A recipe of trained networks is enough for a sweep alone.
+        if not self.config.get("ckpt_path") and command != "sweep":
+            own = 'of another network call lightning_rob.evaluate(net, "auto", loader, eps=8/255)'
+            own = f"; {own}" if command in ("attack", "audit") else ""
+            usage = f"lightning-rob {command} CHECKPOINT"
+            raise InputError(f"{command} needs a checkpoint: {usage}{own}")
+        super().before_test()
+
     def test(self, model: Any, datamodule: Any, ckpt_path: str | None = None, **_: Any) -> None:
-        if not ckpt_path and self.line.command != "sweep":  # of a recipe of trained networks too
-            raise InputError(f"say whose weights: lightning-rob {self.line.command} CHECKPOINT")
         if ckpt_path:  # for commands without the trainer; `attack` and `audit` let it load again
             load_weights(model, self.checkpoint_io.load_checkpoint(ckpt_path))
         self.failed = function_of(self.line.command)(self.line.options, self.built(ckpt_path))
