@@ -1,5 +1,6 @@
 """Exceptions that end a command with one line, a warning, and checks of what they quote."""
 
+import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import SupportsFloat
@@ -56,6 +57,13 @@ def within(low: float, high: float, **numbers: float) -> None:
     for name, number in numbers.items():
         if not low <= number <= high:  # NaN neither
             raise ValueError(f"{name} must be in [{low:g}, {high:g}], got {number}")
+
+
+def is_of_shape(error: Exception) -> bool:
+    """Return whether an error is of a network for images of another shape than it takes."""
+    torch = r"shapes cannot be multiplied|Given groups=|[Ee]xpected (\dD.* )?input"
+    kinds = RuntimeError | ValueError
+    return isinstance(error, kinds) and bool(re.search(f"{torch}|network expects", str(error)))
 
 
 def visible(text: str) -> str:
