@@ -1,6 +1,7 @@
 """Score a defense under attacks, image by image, without Lightning."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ from lightning_rob.evaluation.results import EvaluationResult
 from lightning_rob.evaluation.store import PerImageResults
 from lightning_rob.evaluation.suites import attacks_by_name
 from lightning_rob.evaluation.worst import is_random
-from lightning_rob.runtime.errors import at_least
+from lightning_rob.runtime.errors import at_least, is_of_shape
 from lightning_rob.runtime.identity import cache_key, fingerprint
 from lightning_rob.tables import CLEAN
 from lightning_rob.threat import PROJECTED, Length, Norm, Threat, norm_order
@@ -170,7 +171,8 @@ def evaluate(
         with torch.autocast(device.type, enabled=False), torch.inference_mode(False):
             for batch in groups:
                 x, y, index = (part.to(device) for part in batch)
-                evaluator.score(x.float(), y, index)
+                with _naming_shape(x):
+                    evaluator.score(x.float(), y, index)
                 count += len(x)
     if not count:
         raise ValueError("there are no images to evaluate: the batches are empty")
@@ -188,7 +190,24 @@ def _is_random(defense: Defense, x: Tensor, y: Tensor, index: Tensor) -> bool:
         return False
     check_images(x, (0.0, 1.0))
     x = x[:TRIED].to(device_of(defense)).float()
-    return is_random(working_copy(defense), x, index[:TRIED])
+    with _naming_shape(x):
+        return is_random(working_copy(defense), x, index[:TRIED])
+
+
+@contextmanager
+def _naming_shape(x: Tensor) -> Iterator[None]:
+    """Name the shape of the images where a network does not take it, of which torch says little."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_of_shape(error):
+            raise
+        shape = ", ".join(["B", *map(str, x.shape[1:])])
+        # Of a network on vectors torch speaks of matrices.
+        right = x.dim() == 4 or "multiplied" in str(error)
+        advice = "" if right else ", images must be [B, C, H, W]"
+        text = f"the network does not take images of shape [{shape}]{advice}: {error}"
+        raise ValueError(text) from error
 
 
 def as_defense(model: nn.Module, preprocess: Callable[[Tensor], Tensor] | None = None) -> Defense:

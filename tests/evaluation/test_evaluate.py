@@ -283,6 +283,14 @@ def test_nothing_is_left_behind():
         ({"private_draws": 2}, ValueError, "private_draws is for defenses that adapt, Single"),
         ({"batches": [torch.rand(5, 3, 8, 8)]}, TypeError, r"batches must be \(images, labels\)"),
         ({"batches": data(5)}, TypeError, r"data set: give DataLoader\(TensorDataset"),
+        *(
+            ({"model": nn.Conv2d(1, 4, 3), "batches": [(x, Y)]}, ValueError, message)
+            for x, message in (
+                (X, r"shape \[B, 3, 8, 8\]: Given"),
+                (X[:, 0], r"images must be \[B, C"),
+            )
+        ),
+        ({"batches": [(X[..., 0], Y)]}, ValueError, r"of shape \[B, 3, 8\]: mat1"),
         ({"batches": [(255 * X, Y)]}, ValueError, r"images must lie in \[0.0, 1.0\]"),
         ({"attacks": {"a": PGD(Threat("linf", 8), 1, 2)}}, ValueError, "did you mean 8/255"),
         ({"attacks": {"a": PGD(Threat(3), 1, 2)}}, ValueError, "'a': PGD is for linf, l2 and l1"),
