@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     Length = float
 else:
     Length = float | str  # so that any LightningCLI takes "8/255"; `pixels` makes it a number
+PROJECTED = (math.inf, 2, 1)  # orders of the balls into which `Threat.project` projects
 TINY = 1e-30
 SPARSITY = 0.01  # least share of the pixels that a step for l1 moves, as in foolbox, cleverhans
 

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lightning_rob.cli.errors import shorten_state_dict_error
 from lightning_rob.cli.lightning_cli import USER_ERRORS, Parser, RobustCLI, build
 from lightning_rob.cli.load import load
 from lightning_rob.cli.options import CONFIG, CommandLine, allows, option_types, read_command_line
@@ -19,6 +20,7 @@ from lightning_rob.commands.bpda import find_transforms
 from lightning_rob.commands.checkpoints import load_weights
 from lightning_rob.commands.config import function_of
 from lightning_rob.data import ImageData
+from lightning_rob.defenses import Defense
 from lightning_rob.recipes.safe_yaml import load_file, one_line, reading_recipes
 from lightning_rob.runtime.errors import InputError
 
@@ -46,9 +48,17 @@ class CommandCLI(RobustCLI):
 
     in_place_of = "test"
 
+    def before_test(self) -> None:
+        command = self.line.command
+        # A recipe of trained networks is enough for a sweep alone.
+        if not self.config.get("ckpt_path") and command != "sweep":
+            own = 'of another network call lightning_rob.evaluate(net, "auto", loader, eps=8/255)'
+            own = f"; {own}" if command in ("attack", "audit") else ""
+            usage = f"lightning-rob {command} CHECKPOINT"
+            raise InputError(f"{command} needs a checkpoint: {usage}{own}")
+        super().before_test()
+
     def test(self, model: Any, datamodule: Any, ckpt_path: str | None = None, **_: Any) -> None:
-        if not ckpt_path and self.line.command != "sweep":  # of a recipe of trained networks too
-            raise InputError(f"say whose weights: lightning-rob {self.line.command} CHECKPOINT")
         if ckpt_path:  # for commands without the trainer; `attack` and `audit` let it load again
             load_weights(model, self.checkpoint_io.load_checkpoint(ckpt_path))
         self.failed = function_of(self.line.command)(self.line.options, self.built(ckpt_path))
@@ -160,12 +170,18 @@ def _with_data(line: CommandLine) -> None:
 
 
 def _with_submissions(line: CommandLine) -> None:
+    def model(path: Path) -> Defense:
+        try:
+            return load(path)
+        except RuntimeError as error:
+            raise shorten_state_dict_error(error) from error
+
     def data(spec: Any) -> ImageData:
         with reading_recipes():
             module: ImageData = build(ImageData, spec)
         return module
 
-    function_of(line.command)(line.options, load, data)
+    function_of(line.command)(line.options, model, data)
 
 
 RUNNERS: dict[str, Callable[[CommandLine], object]] = {

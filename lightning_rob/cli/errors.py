@@ -5,7 +5,7 @@ from pathlib import Path
 
 from lightning_rob.cli.spelling import unknown_class, unknown_option
 from lightning_rob.recipes.trust import explain
-from lightning_rob.runtime.errors import InputError
+from lightning_rob.runtime.errors import InputError, is_of_shape
 
 NOISE = re.compile(
     r"\s*(Does not validate against|Subtypes:|Errors:|Expected a <class 'NoneType'>|Given value|"
@@ -24,8 +24,10 @@ PHRASES = {
 
 def shorten_jsonargparse_error(message: str) -> str:
     """Reduce jsonargparse's tree of reasons to the innermost ones, without tried types."""
-    # An option that a callback lacks is tried as one of `Callback`, which may not be imported.
-    if not re.search("is not accepted|there is no option", message):
+    # An option that a callback lacks, or whose value is of another type, is tried as one of
+    # `Callback`, which may not be imported.
+    wrong = r"key \"[\w.]+\": \S(?s:.*)'lightning.Callback'"
+    if not re.search(f"is not accepted|there is no option|{wrong}", message):
         if own := re.search(r"Importing '(lightning_rob\.\w+)' is not allowed", message):
             return unknown_class(own[1])
         if refused := explain(message):
@@ -78,7 +80,7 @@ def shorten_state_dict_error(error: RuntimeError) -> Exception:
     message = str(error)
     if fault := as_fault(error):
         return fault
-    if re.search("shapes cannot be multiplied|Given groups=|expected input", message):
+    if is_of_shape(error):
         return InputError(f"the network does not take images of this shape: {message}")
     if "Error(s) in loading state_dict" not in message:
         return error

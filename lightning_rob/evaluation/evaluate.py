@@ -1,6 +1,7 @@
 """Score a defense under attacks, image by image, without Lightning."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -45,10 +46,10 @@ from lightning_rob.evaluation.results import EvaluationResult
 from lightning_rob.evaluation.store import PerImageResults
 from lightning_rob.evaluation.suites import attacks_by_name
 from lightning_rob.evaluation.worst import is_random
-from lightning_rob.runtime.errors import at_least
+from lightning_rob.runtime.errors import at_least, is_of_shape
 from lightning_rob.runtime.identity import cache_key, fingerprint
 from lightning_rob.tables import CLEAN
-from lightning_rob.threat import Length, Norm, Threat
+from lightning_rob.threat import PROJECTED, Length, Norm, Threat, norm_order
 
 
 def evaluate(
@@ -111,19 +112,22 @@ def evaluate(
         The scores, image by image, with accuracies, intervals and comparisons, and `findings`: what
         makes an accuracy suspicious. Each that is severe or a warning is a `FindingWarning` too.
     """
+    check_loader(batches)
     defense = as_defense(model, preprocess)
     if not isinstance(attacks, (str, Mapping)):
+        turned = isinstance(batches, (str, Mapping, Attack))
+        advice = 'give {"pgd": PGD(…)}, or one word, such as "pgd"'
+        advice = "the order is evaluate(net, attacks, batches)" if turned else advice
         got = type(attacks).__name__
-        raise TypeError(
-            f"attacks must be a word or a mapping of attacks, got a {got}: the order is "
-            "evaluate(net, attacks, batches)"
-        )
+        raise TypeError(f"attacks must be a word or a mapping of attacks, got a {got}: {advice}")
     if isinstance(attacks, str) != (eps is not None):
         raise ValueError(
             f"the word {attacks!r} needs a radius, such as eps=8/255"
             if eps is None
             else f"eps={eps} is for one word: each attack of a mapping has its own threat"
         )
+    if isinstance(attacks, str) and norm_order(norm) not in PROJECTED:
+        raise ValueError(f"attacks given by one word are for linf, l2 and l1, got norm {norm!r}")
     at_least(0, power=power)
     settings = EvaluationSettings(
         seed, repeats, inferences, private_draws, max_images, group_size, protocol, known_noise
@@ -167,7 +171,8 @@ def evaluate(
         with torch.autocast(device.type, enabled=False), torch.inference_mode(False):
             for batch in groups:
                 x, y, index = (part.to(device) for part in batch)
-                evaluator.score(x.float(), y, index)
+                with _naming_shape(x):
+                    evaluator.score(x.float(), y, index)
                 count += len(x)
     if not count:
         raise ValueError("there are no images to evaluate: the batches are empty")
@@ -185,7 +190,24 @@ def _is_random(defense: Defense, x: Tensor, y: Tensor, index: Tensor) -> bool:
         return False
     check_images(x, (0.0, 1.0))
     x = x[:TRIED].to(device_of(defense)).float()
-    return is_random(working_copy(defense), x, index[:TRIED])
+    with _naming_shape(x):
+        return is_random(working_copy(defense), x, index[:TRIED])
+
+
+@contextmanager
+def _naming_shape(x: Tensor) -> Iterator[None]:
+    """Name the shape of the images where a network does not take it, of which torch says little."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_of_shape(error):
+            raise
+        shape = ", ".join(["B", *map(str, x.shape[1:])])
+        # Of a network on vectors torch speaks of matrices.
+        right = x.dim() == 4 or "multiplied" in str(error)
+        advice = "" if right else ", images must be [B, C, H, W]"
+        text = f"the network does not take images of shape [{shape}]{advice}: {error}"
+        raise ValueError(text) from error
 
 
 def as_defense(model: nn.Module, preprocess: Callable[[Tensor], Tensor] | None = None) -> Defense:
@@ -211,6 +233,16 @@ def as_defense(model: nn.Module, preprocess: Callable[[Tensor], Tensor] | None =
     return Single(model if preprocess is None else Preprocessed(preprocess, model))
 
 
+def check_loader(batches: Any) -> None:
+    """Raise TypeError for a data set or a data module in place of a loader."""
+    name = type(batches).__name__
+    if isinstance(batches, Dataset):
+        raise TypeError(f"batches is a data set: give DataLoader({name}(…), batch_size=128)")
+    if hasattr(batches, "test_dataloader"):
+        advice = "data.setup('test'), then data.test_dataloader()"
+        raise TypeError(f"batches is the data module {name}: give a loader of it: {advice}")
+
+
 def indexed_groups(
     batches: Any,
     settings: EvaluationSettings,
@@ -218,9 +250,7 @@ def indexed_groups(
     unpack: Unpack | None,
 ) -> Iterator[Batch]:
     """Yield canonical groups or rounds of images, with labels and indices."""
-    if isinstance(batches, Dataset):
-        name = type(batches).__name__
-        raise TypeError(f"batches is a data set: give DataLoader({name}(…), batch_size=128)")
+    check_loader(batches)
     size = settings.group_size if protocol is None else protocol.size(batches)
     sampler = getattr(batches, "sampler", None)
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:

@@ -45,6 +45,7 @@ from lightning_rob.rules import mean_probs, rejected_share
 from lightning_rob.runtime.errors import at_least
 from lightning_rob.runtime.precision import float32_precision, in_float32
 from lightning_rob.tables import CLEAN
+from lightning_rob.threat import PROJECTED
 
 # Columns, and what is logged beside the accuracies.
 RESERVED = (
@@ -111,6 +112,9 @@ def check_attacks(attacks: Mapping[str, Attack]) -> None:
     for name, attack in attacks.items():
         if not isinstance(attack, Attack):
             raise TypeError(f"attack {name!r} must be such as PGD(…), got {attack!r}")
+        for part in walk(attack):  # others refuse a norm as they are built
+            if type(part) is PGD and part.threat.p not in PROJECTED:
+                raise ValueError(f"{name!r}: PGD is for linf, l2 and l1, not {part.threat.norm}")
         if attack.threat.p == math.inf:
             check_ball(name, attack, 1)
     if not attacks:

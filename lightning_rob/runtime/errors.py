@@ -1,7 +1,9 @@
 """Exceptions that end a command with one line, a warning, and checks of what they quote."""
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from typing import SupportsFloat
 
 
 class InputError(Exception):
@@ -35,8 +37,15 @@ class FindingWarning(UserWarning):
     """Something makes the accuracies of an evaluation suspicious."""
 
 
+def _check_numbers(numbers: Mapping[str, float | None]) -> None:
+    for name, number in numbers.items():
+        if not isinstance(number, SupportsFloat):  # a text is not
+            raise ValueError(f"{name} must be a number, got {number!r}")
+
+
 def at_least(minimum: int, **numbers: float | None) -> None:
     """Raise a ValueError that names the first number below the minimum; None is allowed."""
+    _check_numbers({name: number for name, number in numbers.items() if number is not None})
     for name, number in numbers.items():
         if number is not None and not number >= minimum:  # NaN neither
             raise ValueError(f"{name} must be at least {minimum}, got {number}")
@@ -44,9 +53,17 @@ def at_least(minimum: int, **numbers: float | None) -> None:
 
 def within(low: float, high: float, **numbers: float) -> None:
     """Raise a ValueError that names the first number outside [low, high]."""
+    _check_numbers(numbers)
     for name, number in numbers.items():
         if not low <= number <= high:  # NaN neither
             raise ValueError(f"{name} must be in [{low:g}, {high:g}], got {number}")
+
+
+def is_of_shape(error: Exception) -> bool:
+    """Return whether an error is of a network for images of another shape than it takes."""
+    torch = r"shapes cannot be multiplied|Given groups=|[Ee]xpected (\dD.* )?input"
+    kinds = RuntimeError | ValueError
+    return isinstance(error, kinds) and bool(re.search(f"{torch}|network expects", str(error)))
 
 
 def visible(text: str) -> str:

@@ -111,6 +111,10 @@ def test_a_threshold_may_name_every_figure_of_a_test(trained):
 def test_a_test_without_a_checkpoint_says_so(tmp_path, capsys):
     (line,) = said(capsys, "--config", recipe(tmp_path))
     assert line.startswith("No checkpoint is given: ")
+    assert exit_code("attack", "--config", recipe(tmp_path)) == 2
+    out, error = capsys.readouterr()
+    assert "attack needs a checkpoint" in error and 'evaluate(net, "auto", loader' in error
+    assert "No checkpoint is given" not in out
 
 
 def test_predict_writes_class_probabilities(trained, tmp_path):

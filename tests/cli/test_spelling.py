@@ -42,6 +42,7 @@ MISSPELT = [  # command line, and what the error must hold
 ]
 CLASS = "--config={model: {attack: {class_path: lightning_rob.PGDD}}}"
 ARGUMENT = "--config={model: {attack: {class_path: PGD, init_args: {stps: 3}}}}"
+TEN = ("--trainer.callbacks+=pgd", "--trainer.callbacks.max_images=ten")
 NESTED = [  # deeper classes and arguments, which jsonargparse refuses
     ([*DEMO, CLASS], "nothing here is called 'lightning_rob.PGDD'"),
     ([*DEMO, ARGUMENT], "there is no option stps, did you mean steps"),
@@ -54,6 +55,7 @@ NESTED = [  # deeper classes and arguments, which jsonargparse refuses
     ([*DEMO, "--model.attack.help=PDG"], "nothing here is called 'PDG', did you mean PDGD or PGD?"),
     (["export", ZOO, "--format=onnx"], "expected one of 'pt2', 'safetensors'. Got value: onnx"),
     (["fit", "--model=PretrainedEnsemble", "--model.nets=ResNet20"], "give --data CLASS"),
+    ([*DEMO, *TEN], 'key "max_images": expected a whole number. Got value: ten'),
     ([*DEMO, "--trainer.callbacks+=gone/pgd.yaml"], "there is no file gone/pgd.yaml; write pgd"),
 ]
 RUN_ALL = """

@@ -13,6 +13,7 @@ import yaml
 
 from lightning_rob.commands.leaderboard import submissions
 from lightning_rob.commands.leaderboard.ranks import agreement, difference, ranks
+from lightning_rob.recipes.shipped import shipped_folder
 from lightning_rob.threat import Threat
 from tests.pieces import spec
 from tests.tiny import TinyNet, exit_code, fit, pgd, refused
@@ -92,7 +93,8 @@ def test_a_submission_is_ranked_beside_published_ones(board, content, tmp_path, 
     capsys.readouterr()
     found = told(mine, f"--beside={theirs}")
     assert found["norms"] == content["norms"]
-    assert "Smoothed with the seed of Smoothed (published)" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "Smoothed with the seed of Smoothed (published)" in out and "1 of 2 submissions" in out
     tau = [re.search("tau.*", (f / "leaderboard.md").read_text()) for f in (board, mine)]
     assert str(tau[0]) == str(tau[1])  # trainings are paired as in one folder
     assert {one["folder"] for one in found["submissions"]} == {"BAT_0", "BAT_1", "Smoothed"}
@@ -182,6 +184,10 @@ ABOUT = {
     "no_name": ({"seed": 0, "training": 40}, "missing 1 required positional argument: 'name'"),
     "name_list": ({"name": ["BAT"]}, "name must be of type str, got ['BAT']"),
     "training_nan": ({"name": "nan", "training": float("nan")}, "training must be a number"),
+    "misspelt": (
+        {"name": "x", "sed": 1},
+        "submission.yaml: there is no key 'sed', did you mean seed",
+    ),
     "twice": ({"name": "BAT", "training": 40}, "BAT with the seed of BAT_0"),
     "renamed": ({"name": "BAT", "seed": 7, "training": 40}, "BAT with the weights of BAT_0"),
     "broken": (": [", "broken/submission.yaml"),
@@ -205,8 +211,18 @@ def test_no_submission_stops_the_others(folder, capsys):
     shutil.copytree(folder / "BAT_0", folder / "markup")
     markup = "<script>alert(1)</script> | \x1b[31m\n# x"
     (folder / "markup/submission.yaml").write_text(yaml.safe_dump({"name": markup, "training": 1}))
-    content = told(folder)
+    for name in ("shape", "narrow"):
+        (folder / name).mkdir()
+        (folder / name / "submission.yaml").write_text("{name: x, training: 1}")
+    shutil.copy(shipped_folder() / "zoo/digits_standard/checkpoints/last.ckpt", folder / "shape")
+    narrow = torch.load(folder / "BAT_0/last.ckpt", weights_only=True)
+    narrow["state_dict"] = {k: v[:2] if v.dim() else v for k, v in narrow["state_dict"].items()}
+    torch.save(narrow, folder / "narrow/last.ckpt")
+    content = told(folder, "--evaluate")
     out = capsys.readouterr().out
+    assert "shape: the network does not take the protocol's images, [C, H, W] = [3, 8, 8]" in out
+    assert "narrow: the checkpoint is of another architecture than the model: " in out
+    assert "is a submission of" in refused(capsys, "leaderboard", folder / "BAT_0")
     names = {row["defense"]: row for row in content["norms"]["l2"]}
     assert set(names) == {"BAT", "Smoothed", markup} and names["BAT"]["seeds"] == 2
     for name, (_, reason) in (FORGED | ABOUT).items():
@@ -240,7 +256,7 @@ def test_a_check_finds_what_is_cut_or_forged(folder, capsys):
     assert "BAT_0: images attacked again agree" in out and "BAT_0: worst of" not in out
     assert "Sees: severe findings of 30 images attacked again within linf: gradients_seen" in out
     assert "BAT_1: worst of 30 images attacked again" in out
-    assert "other BAT_0: other weights: the scores are not of this model" in out
+    assert "other BAT_0: other weights: the scores are not of this model; delete scores" in out
     assert "Smoothed: another protocol: radii is {'linf': 0.05, 'l2': 0.1}, not" in out
 
 

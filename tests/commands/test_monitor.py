@@ -327,6 +327,12 @@ def test_alarms_and_exit_codes(trained, watched, put, capsys):
     for asked, code in (("", 0), ("--alarm=robust/apgd=0.999", 1), ("--alarm=robust/apgd=0.01", 0)):
         assert watch(trained, watched, *filter(None, [asked])) == code
     assert evaluated(watched) == [EPOCHS[0]]
+    # Even after the alarm of another file, which does not repeat those of the first run.
+    (page := watched / "checkpoints/page.ckpt").write_text("<!DOCTYPE html>")
+    assert watch(trained, watched, "--alarm=robust/worst=0.999") == 1
+    first, *_, last = (ended["alarm"] for ended in events(watched, "ended"))
+    assert first == [] and last == event["alarm"] and events(watched, "broken")
+    page.unlink()
     assert watch(trained, watched, "--alarm=robust/pgd=0.4") == 2
     assert "no figure robust/pgd" in capsys.readouterr().err
     # Nine images are too few to judge a drop; by the way it is another suite.

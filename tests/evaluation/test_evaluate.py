@@ -128,8 +128,8 @@ def test_one_word_for_attacks():
     found = evaluate(net(), "suite", images, **sparse)
     assert {str(attack.threat) for attack in found.attacks.values()} == {"l1 50"}
     assert found.accuracy("worst") == 0
-    with pytest.raises(ValueError, match=r"the suite needs linf, l2 or l1 and .* got l3 50"):
-        evaluate(net(), "auto", images, **sparse | {"norm": 3})
+    with pytest.raises(ValueError, match="by one word are for linf, l2 and l1, got norm 'l3'"):
+        evaluate(net(), "pgd", images, **sparse | {"norm": "l3"})
     with pytest.raises(ValueError, match=r"l2 128, holds every image: did you mean 128/255"):
         evaluate(net(), "pgd", images, eps=128, norm=2)
     for attacks, eps, message in (
@@ -283,8 +283,21 @@ def test_nothing_is_left_behind():
         ({"private_draws": 2}, ValueError, "private_draws is for defenses that adapt, Single"),
         ({"batches": [torch.rand(5, 3, 8, 8)]}, TypeError, r"batches must be \(images, labels\)"),
         ({"batches": data(5)}, TypeError, r"data set: give DataLoader\(TensorDataset"),
+        *(
+            ({"model": nn.Conv2d(1, 4, 3), "batches": [(x, Y)]}, ValueError, message)
+            for x, message in (
+                (X, r"shape \[B, 3, 8, 8\]: Given"),
+                (X[:, 0], r"images must be \[B, C"),
+            )
+        ),
+        ({"batches": [(X[..., 0], Y)]}, ValueError, r"of shape \[B, 3, 8\]: mat1"),
         ({"batches": [(255 * X, Y)]}, ValueError, r"images must lie in \[0.0, 1.0\]"),
         ({"attacks": {"a": PGD(Threat("linf", 8), 1, 2)}}, ValueError, "did you mean 8/255"),
+        ({"attacks": {"a": PGD(Threat(3), 1, 2)}}, ValueError, "'a': PGD is for linf, l2 and l1"),
+        ({"attacks": ["pgd"]}, TypeError, 'got a list: give {"pgd": PGD'),
+        ({"attacks": ATTACKS["weak"]}, TypeError, 'got a PGD: give {"pgd": PGD'),
+        ({"batches": Blobs(), "attacks": "pgd"}, TypeError, "data module Blobs: give a loader of"),
+        ({"max_images": "20"}, ValueError, "max_images must be a number, got '20'"),
         ({"attacks": {"a": PGD}}, TypeError, "attack 'a' must be such as PGD"),
         ({"batches": [(X, Y + 3)]}, ValueError, "labels must be 0 … 3 for 4 classes"),
         *(

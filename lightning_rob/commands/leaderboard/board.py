@@ -36,7 +36,7 @@ from lightning_rob.defenses import Defense
 from lightning_rob.defenses.transductive import give_source
 from lightning_rob.evaluation.worst import WORST
 from lightning_rob.metrics import wilson_over_draws
-from lightning_rob.runtime.errors import InputError, visible
+from lightning_rob.runtime.errors import InputError, is_of_shape, visible
 from lightning_rob.runtime.files import atomic_write_text
 from lightning_rob.threat import Threat
 
@@ -75,6 +75,8 @@ def run(
 ) -> None:
     """Write the leaderboard of a folder, after its submissions are scored and checked."""
     folder = Path(str(config.folder))
+    if (folder / "submission.yaml").is_file():
+        raise InputError(f"{folder} is a submission of a leaderboard: give the folder above")
     protocol, published = read_published(config.beside) if config.beside else (None, [])
     if protocol is None or (folder / "protocol.yaml").is_file():
         protocol = read_protocol(folder)
@@ -115,7 +117,7 @@ def run(
                 hash(one.scores["weights"])  # what the file cannot hold is an error of its own
                 json.dumps(one.publish(protocol), allow_nan=False)
         except Exception as error:  # one submission never stops the others
-            one.reasons.append(f"{type(error).__name__}: {error}")
+            one.reasons.append(reason(error, [*batches[0][0].shape[1:]]))
     if config.part is None:
         refuse_copies(found)
         found.sort(key=lambda one: (one.folder.name, one.published))  # as in one folder
@@ -138,9 +140,19 @@ def run(
             print(visible(f"  {cells(row)[0]:>8}  {cells(row)[5]:20}  {row['defense']}{mine}"))
     print(visible(f"Wrote {folder}/leaderboard.md, .html and .json"))
     print_reasons(found)
-    if refused := sum(bool(one.reasons) for one in found):
-        print(f"{refused} of {len(found)} submissions have no rank, for the reasons above")
+    for kind, some in (("submissions", own), ("published scores", published)):
+        if refused := sum(bool(one.reasons) for one in some):
+            print(f"{refused} of {len(some)} {kind} have no rank, for the reasons above")
+    if any(one.reasons for one in found):
         raise SystemExit(1)
+
+
+def reason(error: Exception, shape: list[int]) -> str:
+    """Return why a submission has no rank, in one line; `shape` is that of the images."""
+    if is_of_shape(error):
+        return f"the network does not take the protocol's images, [C, H, W] = {shape}"
+    name = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
+    return name + " ".join(str(error).split())
 
 
 def print_reasons(found: Sequence[Submission]) -> None:

@@ -4,7 +4,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from lightning_rob.evaluation.suites import suite_for
 from lightning_rob.evaluation.worst import WORST
 from lightning_rob.metrics import paired
 from lightning_rob.recipes.safe_yaml import load_file
-from lightning_rob.runtime.errors import InputError, at_least, visible
+from lightning_rob.runtime.errors import InputError, at_least, nearest, visible
 from lightning_rob.runtime.files import atomic_write_text
 from lightning_rob.runtime.identity import fingerprint
 from lightning_rob.threat import Threat
@@ -32,6 +32,9 @@ CLEAN, USUAL, ADAPTS = "clean", "usual", "auto"
 ROUNDED = 0.02  # of the images on which another processor may differ; between SSE and AVX 0 of 800
 TIE = 1e-6
 DIFFERS = 0.01  # p below which scores of the same images are not the same defense's
+OTHER = (
+    "other weights: the scores are not of this model; delete scores.json and run with --evaluate"
+)
 SUBMISSIONS = 10  # of one image, by an attacker who needs one wrong prediction
 TIMED = 32  # images of a prediction whose time is taken
 RUNS = 30  # of a prediction, the fastest counts: a busy machine makes most of a few runs slow
@@ -103,7 +106,7 @@ class Submission:
         try:
             if odd := [one for one in folder.iterdir() if not (one.is_file() or one.is_dir())]:
                 raise ValueError(f"{odd[0].name} is no file")  # to read a pipe never ends
-            found = cls(folder, **_content(folder / "submission.yaml"))
+            found = cls(folder, **_content(folder / "submission.yaml", cls))
             found.scores = json.loads(path.read_text("utf-8")) if path.is_file() else {}
         except (InputError, ValueError, TypeError, OSError, RecursionError) as error:
             found.reasons.append(visible(str(error)))
@@ -190,7 +193,7 @@ class Submission:
         if not self.scores:
             return
         if self.scores.get("weights") != fingerprint(defense):
-            self.reasons.append("other weights: the scores are not of this model")
+            self.reasons.append(OTHER)
         elif images and not self.reasons:
             for norm, eps in protocol.radii.items():
                 self._attack_again(defense, protocol, Threat(norm, eps), batches, images)
@@ -287,7 +290,7 @@ def read_protocol(folder: Path) -> Protocol:
     """Return the protocol of a leaderboard."""
     path = folder / "protocol.yaml"
     try:
-        return Protocol(**_content(path))
+        return Protocol(**_content(path, Protocol))
     except (TypeError, ValueError, AttributeError) as error:  # a value of another type
         raise InputError(f"{path}: {error}") from error
 
@@ -311,8 +314,12 @@ def read_published(path: Path) -> tuple[Protocol, list[Submission]]:
     return protocol, found
 
 
-def _content(path: Path) -> Any:
+def _content(path: Path, kind: type[Protocol] | type[Submission]) -> Any:
     if not path.is_file():
         advice = "give the folder of a leaderboard, or --beside a published leaderboard.json"
         raise InputError(f"there is no {path}: {advice}")
-    return load_file(path, "a leaderboard's file")
+    content = load_file(path, "a leaderboard's file")
+    known = {one.name for one in fields(kind) if one.init} - {"folder"}
+    for key in content.keys() - known if isinstance(content, dict) else ():
+        raise InputError(f"{path}: there is no key {key!r}{nearest(str(key), known)}")
+    return content

@@ -188,8 +188,16 @@ def violated(config: MonitorConfig, current: CheckpointResults) -> list[str]:
 
 
 def final_alarms(config: MonitorConfig, history: History, suite: str) -> list[str]:
-    """Describe violations of the current options by the last checkpoint, or that there is none."""
+    """Describe violations of the current options by the last checkpoint, or that there is none.
+
+    An alarm of this checkpoint since a monitor last ended is not repeated.
+    """
+    alarmed = history.unreported()
     if last := last_before(list(last_results(history, suite).values()), math.inf):
-        return violated(config, last)
+        place = last.checkpoint, last.position
+        events = (e for e in alarmed if (e["checkpoint"], e.get("position")) == place)
+        known = {alarm for event in events for alarm in event["alarm"]}
+        return [alarm for alarm in violated(config, last) if alarm not in known]
     asked = [*config.limits, *([] if config.level is None else ["--drop"])]
-    return [f"no checkpoint was evaluated: no figure for {', '.join(asked)}"] if asked else []
+    none = f"no checkpoint was evaluated: no figure for {', '.join(asked)}"
+    return [none] if asked and not alarmed else []

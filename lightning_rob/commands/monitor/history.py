@@ -92,12 +92,12 @@ class History:
                 yield group
                 group = []
 
-    def unreported(self) -> list[str]:
-        """Return the alarms since a monitor last ended: its exit code reported the earlier ones."""
-        alarms: list[str] = []
-        for line in self.events("evaluated", "broken", "ended"):
-            alarms = [] if line["event"] == "ended" else [*alarms, *line["alarm"]]
-        return alarms
+    def unreported(self) -> list[Fields]:
+        """Return the alarmed events since a monitor last ended, whose exit code reported others."""
+        found: list[Fields] = []
+        for line in self.events(*JUDGED):
+            found = [] if line["event"] == "ended" else [*found, *[line] * bool(line["alarm"])]
+        return found
 
     def alarm(self) -> Fields | None:
         """Return the event of the alarm that is open after the last event."""

@@ -310,10 +310,9 @@ class Watched:
             raise ValueError(
                 f"there is no checkpoint in {self.config.run}: *.ckpt or checkpoints/**/*.ckpt"
             )
-        alarmed = bool(self.history.unreported())
         # The last checkpoint is judged by the current options, however old its evaluation is.
-        found = [] if alarmed else final_alarms(self.config, self.history, self.key)
-        code = int(alarmed or bool(found))
+        found = final_alarms(self.config, self.history, self.key)
+        code = int(bool(found or self.history.unreported()))
         self.record({"event": "ended", "date": timestamp(), "alarm": found, "code": code})
         self.code = code
 
