@@ -66,9 +66,25 @@ def print_table(title: str, results: Iterable[Any], console: Console | None = No
         console.print(line, highlight=False)
 
 
+def joined(findings: Iterable[Mapping[str, str]]) -> list[dict[str, str]]:
+    """Join records of findings whose texts differ in the first word alone, an attack's name."""
+    found: dict[tuple[str, ...], list[Mapping[str, str]]] = {}
+    for one in findings:
+        said = one["text"].partition(" ")[2]
+        found.setdefault((one["name"], one["severity"], said, one["advice"]), []).append(one)
+    first_words = [
+        dict.fromkeys(o["text"].partition(" ")[0] for o in same) for same in found.values()
+    ]
+    return [
+        {"name": name, "severity": severity, "text": f"{', '.join(first)} {said}", "advice": advice}
+        for (name, severity, said, advice), first in zip(found, first_words, strict=True)
+    ]
+
+
 def finding_lines(findings: Iterable[Mapping[str, str]]) -> Iterator[str]:
     """Yield the lines, with markup, of each finding and its remedy."""
-    for one in findings:
+    order = list(SEVERITIES)
+    for one in sorted(joined(findings), key=lambda one: order.index(one["severity"])):
         severity = f"[{SEVERITIES[one['severity']]}]{one['severity']:7}[/]"
         yield f"{severity} {escape(one['name'])}: {escape(one['text'])}"
         if one["advice"]:

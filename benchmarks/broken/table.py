@@ -26,7 +26,6 @@ from broken.tramer import TRAMER
 from climb import counted
 
 from lightning_rob import Auto, AutoAttack
-from lightning_rob.commands.attack import trail
 from lightning_rob.runtime.errors import NoGradientError
 
 CASES = {case.__name__: case for case in (*TRAMER, *LATER, *HONEST)}
@@ -42,7 +41,7 @@ def hand(net, x, y, passes):
 
 def auto(net, x, y, passes):
     found = Auto(THREAT, passes).find(net.defense(), x, y, torch.Generator().manual_seed(0))
-    net.trail = trail(found)
+    net.trail = str(found)
     return found.x_adv
 
 

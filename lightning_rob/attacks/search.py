@@ -85,6 +85,19 @@ class AutoResult:
     findings: tuple[str, ...] = ()  # what hides gradients, in words
     trail: tuple[Trial, ...] = ()  # what was tried, in order
 
+    def __str__(self) -> str:
+        """Return the findings and what was tried, line by line."""
+        if not self.trail:
+            return "Not searched: the attacks for this kind of defense got all passes"
+        lines = [f"Found: {'; '.join(self.findings) or 'nothing that hides gradients'}"]
+        lines.append("Tried: first, then candidates on images that stood, then the winners on all")
+        lines.append("  left %  images  passes")
+        for trial in self.trail:
+            left = "       -" if trial.error else f"{100 * trial.left:8.1f}"
+            reason = f" ({trial.error:.60})" if trial.error else ""
+            lines.append(f"{left}{trial.images:8}{trial.passes:8}  {trial.words}{reason}")
+        return "\n".join(lines)
+
     @property
     def recipe(self) -> str:
         """The attack as a plug-in, the content of a file for `--trainer.callbacks+=FILE`."""

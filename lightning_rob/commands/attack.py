@@ -7,7 +7,6 @@ from lightning_rob.commands.audit import RadiusConfig, audited_threat
 from lightning_rob.commands.config import at_least
 
 if TYPE_CHECKING:
-    from lightning_rob.attacks import AutoResult
     from lightning_rob.commands.base import Run
 
 
@@ -58,22 +57,8 @@ def run(config: AttackConfig, built: "Run") -> None:
         print(f"Radius: {threat}, {reason}")
         if len(found) > 1:
             print(f"Of the first of {len(found)} batches, which were searched one by one:")
-        print(trail(found[0]))
+        print(found[0])
         if folder := writing_folder(built.trainer):
             atomic_write_text(folder / "found.yaml", found[0].recipe)
             print(f"As a plug-in: --trainer.callbacks+={folder / 'found.yaml'}")
         print(f"In Python: {found[0].attack}")
-
-
-def trail(result: "AutoResult") -> str:
-    """Return the findings and what was tried, line by line."""
-    if not result.trail:
-        return "Not searched: the attacks for this kind of defense got all passes"
-    lines = [f"Found: {'; '.join(result.findings) or 'nothing that hides gradients'}"]
-    lines.append("Tried: first, then candidates on images that stood, then the winners on all")
-    lines.append("  left %  images  passes")
-    for trial in result.trail:
-        left = "       -" if trial.error else f"{100 * trial.left:8.1f}"
-        reason = f" ({trial.error:.60})" if trial.error else ""
-        lines.append(f"{left}{trial.images:8}{trial.passes:8}  {trial.words}{reason}")
-    return "\n".join(lines)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from lightning_rob.runtime.errors import FindingWarning
-from lightning_rob.tables import SEVERITIES
+from lightning_rob.tables import SEVERITIES, joined
 
 Severity = Literal["severe", "warning", "note", "fine"]
 FEWEST, LEAST_SHARE = 2, 0.02  # one image, or one in fifty, is no evidence
@@ -100,9 +100,8 @@ def record(finding: Finding) -> dict[str, str]:
 
 def warn_of(findings: Iterable[Finding]) -> None:
     """Warn of each finding that is severe or a warning."""
-    for finding in findings:
-        if finding.flagged:
-            warnings.warn(f"{finding.name}: {finding.text}", FindingWarning, stacklevel=3)
+    for one in joined(record(finding) for finding in findings if finding.flagged):
+        warnings.warn(f"{one['name']}: {one['text']}", FindingWarning, stacklevel=3)
 
 
 def by_severity(findings: Iterable[Finding]) -> list[Finding]:

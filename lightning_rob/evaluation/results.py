@@ -186,8 +186,8 @@ class EvaluationResult:
             yield Finding(
                 "severe",
                 f"{name} had no gradient to follow on {images_of(blind)} that are right without an "
-                "attack: each was exactly zero or not finite. Its accuracy says nothing of them, "
-                "unless a part of it needs no gradient, as in AutoAttack.",
+                "attack: each was exactly zero or not finite. The accuracy says nothing of them, "
+                "unless a part of the attack needs no gradient, as in AutoAttack.",
                 'Attack by evaluate(net, "auto", …) or `lightning-rob attack`, which search for a '
                 "way around what hides gradients, and without them, by Square(queries=5000); the "
                 "lowest accuracy counts. `lightning-rob audit` says why gradients are missing.",
