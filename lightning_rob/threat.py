@@ -140,7 +140,7 @@ class Threat:
             raise ValueError(f"bounds must be (low, high) with low < high, got {self.bounds}")
 
     def check_size(self, name: str, values: int) -> None:
-        """Raise ValueError if the ball of an attack with this name holds every image of N values."""
+        """Raise ValueError if the ball of an attack, by its name, holds every image of N values."""
         low, high = self.bounds
         if not self.relative and self.eps > (high - low) * values ** (1 / self.p):
             # The usual slip: 8 in place of 8/255.

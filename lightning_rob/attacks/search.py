@@ -521,7 +521,7 @@ class Search:
             yield Square(self.threat)
 
     def _of_few(self, views: list[SurrogateGradient]) -> Iterator[Attack]:
-        """Yield changes of few pixels across the steps, which can be measured without noise alone."""
+        """Yield changes of few pixels across the steps, measured where there is no noise."""
         few = FewPixels(self.threat, objective=self.margin)
         if self.random:
             yield from (replace(view, attack=replace(few, draws=self.draws)) for view in views[:1])
