@@ -56,7 +56,7 @@ STUCK = 0.8  # share of the images left from which attacks are tried that cost m
 MOST_PARTS = 2  # of a network, before which a surrogate takes the place of what is there
 TARGETS = 9
 LOCAL = 0.5  # of the passes for the winners, for a search without slopes from their images
-MOST_LOCAL = 0.7  # of them where small changes cross no step
+MOST_LOCAL = 0.7  # of them where few pixels win, in few passes
 VIEWS = 2  # surrogates with which few pixels are changed by one length
 BISECTIONS = 9  # to find what change of each pixel crosses a step
 NO_GRADIENT = "no gradient leads to the images"
@@ -256,7 +256,8 @@ class Search:
         # Slopes that say little lead into the neighbourhood of an image that fools, and no further.
         entered = self.networks > 1 and any(getattr(one, "enter", ()) for _, one in winners)
         rough = self.rugged and self._scored and not self._one_attack and not entered
-        local = int((MOST_LOCAL if self._steps else LOCAL) * free) if rough else 0
+        few = any(_is_few(attack) for _, attack in winners)
+        local = int((MOST_LOCAL if few else LOCAL) * free) if rough else 0
         free, total = free - local, sum(share for share, _ in winners)
         parts = [(attack, int(share / total * free)) for share, attack in winners]
         finals: list[tuple[Attack, int]]
