@@ -68,16 +68,13 @@ def print_table(title: str, results: Iterable[Any], console: Console | None = No
 
 def joined(findings: Iterable[Mapping[str, str]]) -> list[dict[str, str]]:
     """Join records of findings whose texts differ in the first word alone, an attack's name."""
-    found: dict[tuple[str, ...], list[Mapping[str, str]]] = {}
+    found: dict[tuple[str, ...], dict[str, None]] = {}
     for one in findings:
-        said = one["text"].partition(" ")[2]
-        found.setdefault((one["name"], one["severity"], said, one["advice"]), []).append(one)
-    first_words = [
-        dict.fromkeys(o["text"].partition(" ")[0] for o in same) for same in found.values()
-    ]
+        first, _, said = one["text"].partition(" ")
+        found.setdefault((one["name"], one["severity"], said, one["advice"]), {})[first] = None
     return [
         {"name": name, "severity": severity, "text": f"{', '.join(first)} {said}", "advice": advice}
-        for (name, severity, said, advice), first in zip(found, first_words, strict=True)
+        for (name, severity, said, advice), first in found.items()
     ]
 
 
