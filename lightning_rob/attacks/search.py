@@ -60,7 +60,6 @@ MOST_LOCAL = 0.7  # of them where few pixels win, in few passes
 VIEWS = 2  # surrogates with which few pixels are changed by one length
 BISECTIONS = 9  # to find what change of each pixel crosses a step
 NO_GRADIENT = "no gradient leads to the images"
-DETACHED = "detached operations"
 WINDOW = 0.2  # share of the image in its first windows
 
 
@@ -161,7 +160,7 @@ class Search:
         self.draws = ceil(DRAWS / self.networks) if drawn and again else DRAWS
         self.cross_entropy, self.margin = losses_of_rule(defense.rule, self.networks)
         self.random = self.together = self.rugged = False
-        self.blocked = False  # whether something has no slope
+        self.blocked = self.cut = False  # whether something has no slope, or is cut off
         self.findings: list[str] = []
         self.trail: list[Trial] = []
         self.entries: list[SurrogateGradient] = []  # with the identity before a part
@@ -381,7 +380,7 @@ class Search:
             # A stand-in takes the place of what is cut off.
             kept = replace(base, slopes=tuple(slope for slope in hard if slope != "detached"))
             self.learners = [replace(kept, enter=(name,)) for name in [*parts][:MOST_PARTS]]
-            self.blocked = bool(hard)
+            self.blocked, self.cut = bool(hard), "detached" in hard
         return views + (self.entries if hard else [])
 
     def _noise(self) -> torch.Generator:
@@ -511,10 +510,10 @@ class Search:
             views = [one.attack for one in judged if one.attack.slopes or one.attack.enter]
             yield from self._of_few(views)
         stuck = not judged or judged[0].left > STUCK
-        cut = self.blocked and (not (self._steps and self.rugged) or DETACHED in self.findings)
-        if stuck and learning and cut:
+        few = self._steps and self.rugged  # then only what is cut off needs more
+        if stuck and learning and self.blocked and (self.cut or not few):
             yield from (replace(view, stand_in=learning) for view in self.learners)
-        if self._steps and self.rugged:
+        if few:
             return
         if judged:
             yield from self._of_best([one.attack for one in judged])
