@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_rob.data.sampling import (
     EpochSampler,
     ResumableLoader,
+    ResumePoint,
     every_image_once,
     resume_point,
 )
@@ -203,7 +204,7 @@ class ImageData(LightningDataModule, ABC):
     def train_dataloader(self) -> DataLoader[Any]:
         # Where shares would be unequal, a few images are in two of them.
         part = self.parts["train"]
-        start = resume_point(self.trainer, self.state_dict().get("epoch", self._epoch))
+        start = self._resume_point()
         self._sampler = EpochSampler(part, self.batch_size, self.seed, start, **self._share())
         return ResumableLoader(part, sampler=self._sampler, **self._options(self.batch_size))
 
@@ -221,6 +222,11 @@ class ImageData(LightningDataModule, ABC):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._epoch = state_dict["epoch"]
+
+    def _resume_point(self) -> ResumePoint:
+        # A run may build its loader again (`reload_dataloaders_every_n_epochs`): where it began
+        # stays what it was.
+        return self._sampler.start if self._sampler else resume_point(self.trainer, self._epoch)
 
     def _evaluation(self, name: str) -> DataLoader[Any]:
         part = self.parts[name]

@@ -7,7 +7,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 
 from lightning_rob.data.base import ImageData, IndexedSubset, Source
-from lightning_rob.data.sampling import EpochSampler, ResumableLoader, resume_point
+from lightning_rob.data.sampling import EpochSampler, ResumableLoader
 from lightning_rob.randomness import derive_seed
 
 NO_LABEL = -1  # every loss refuses it
@@ -69,8 +69,7 @@ class SourceTargetData(ImageData):
             self.parts["target"] = IndexedSubset(images, torch.arange(len(images)), steps, seed)
 
     def train_dataloader(self) -> Any:
-        start = resume_point(self.trainer, self.state_dict().get("epoch", self._epoch))
-        part = self.parts["target"]
+        start, part = self._resume_point(), self.parts["target"]
         # A seed of its own: else two sets of one size would be in the same order.
         sampler = EpochSampler(part, self.batch_size, part.seed, start, **self._share())
         target = ResumableLoader(part, sampler=sampler, **self._options(self.batch_size))

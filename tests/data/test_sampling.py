@@ -133,9 +133,14 @@ def killed_and_resumed(folder, how, deaths, workers=0, **length):
     return whole, net
 
 
-@pytest.mark.parametrize(
-    "length", [{"max_epochs": 3}, {"max_steps": 15}, {"max_epochs": 3, "limit_train_batches": 4}]
-)
+LENGTHS = [
+    {"max_epochs": 3},
+    {"max_steps": 15},
+    {"max_epochs": 3, "limit_train_batches": 4, "reload_dataloaders_every_n_epochs": 1},
+]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("how", [*SAVED, "exception"])
 def test_a_killed_run_resumes_exactly(tmp_path, how, length):
     whole, resumed = killed_and_resumed(tmp_path, how, [9], **length)
@@ -143,7 +148,12 @@ def test_a_killed_run_resumes_exactly(tmp_path, how, length):
     assert torch.equal(weights(whole), weights(resumed))
 
 
-AGAIN = [("mid-epoch", 1, 1, 1.0), ("last batch", 0, 0, 4), ("end of epoch", 0, 1, 4)]
+AGAIN = [
+    ("mid-epoch", 1, 1, 1.0),
+    ("last batch", 0, 0, 4),
+    ("end of epoch", 0, 1, 4),
+    ("end of epoch", 0, 0, 4),
+]
 
 
 @pytest.mark.parametrize(("how", "workers", "validate", "limit"), AGAIN)
