@@ -242,6 +242,19 @@ def test_defenses_that_adapt_and_reject(attack):
     assert found.accuracy("a") == pytest.approx(1 - found.accepted_wrong("a"))
 
 
+DETECTORS = Ensemble([detector(0), detector(1)], rejects=CLASSES)
+
+
+@pytest.mark.parametrize("defense", [DETECTORS, PLAIN_DEFENSE])
+def test_all_that_does_not_fool_counts_as_the_label(defense):
+    """The probabilities of the label, of the class that rejects, and of no class at all."""
+    x, y = images()
+    given, seen = defense(x), AcceptedClasses(defense, PerImageValues(y))(x)
+    wrong = given[:, :CLASSES].scatter(1, y[:, None], 0)
+    assert ((wrong.sum(1) == 0) & (given.gather(1, y[:, None])[:, 0] < 0.9)).sum() > 5
+    assert torch.allclose(seen, wrong.scatter(1, y[:, None], 1 - wrong.sum(1, keepdim=True)))
+
+
 def test_what_is_refused():
     defense, (x, y) = Single(detector(), rejects=CLASSES), images(4)
     y[1] = CLASSES
