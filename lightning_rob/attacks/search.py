@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import ceil, inf
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ class AutoResult:
         lines.append("  left %  images  passes")
         for trial in self.trail:
             left = "       -" if trial.error else f"{100 * trial.left:8.1f}"
-            reason = f" ({trial.error:.60})" if trial.error else ""
+            reason = f" ({shorten(trial.error, 90)})" if trial.error else ""
             lines.append(f"{left}{trial.images:8}{trial.passes:8}  {trial.words}{reason}")
         return "\n".join(lines)
 
@@ -241,7 +242,7 @@ class Search:
         if several and not self.findings and not self._is_rugged(views[0], rows[:PROBED]):
             return []
         judged = self._judged(views, rows, shares)
-        if several and judged:
+        if several and judged and not self.blocked:
             found = judged[0].attack
             if hasattr(found, "slopes") and replace(found, attack=views[0].attack) == views[0]:
                 return []

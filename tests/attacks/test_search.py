@@ -152,6 +152,19 @@ def test_outputs_of_members_hide_nothing(rule):
     assert "rounding operations" in result.findings
 
 
+@pytest.mark.parametrize("eps", [0.01, 0.14])
+def test_a_member_without_a_gradient_hides_nothing(eps):
+    """The schedule for several networks needs the gradient of each, where it is no weaker too."""
+    x, y = images(IMAGES, seed=4)
+    members, left = [trained_net(seed) for seed in (1, 2)], []
+    for front in ({}, FAULTS["numpy"]):
+        defense = Ensemble([Through(members[0], **front), members[1]])
+        result = Auto(Threat("linf", eps), PASSES).find(defense, x, y, seeded())
+        left.append(right(defense, result.x_adv, y).mean().item())
+    assert search.NO_GRADIENT in result.findings
+    assert left[1] <= left[0] + 1.1 / IMAGES
+
+
 class Drawn(Defense):
     """Votes of three noisy copies of an image, as a user would write it."""
 
