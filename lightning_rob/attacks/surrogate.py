@@ -20,6 +20,7 @@ from lightning_rob.defenses import Defense
 from lightning_rob.defenses.per_image import WholeBatch
 from lightning_rob.randomness import Generator, normal, own_streams, seed_of
 from lightning_rob.runtime.errors import at_least
+from lightning_rob.runtime.memory import all_at_once
 from lightning_rob.threat import Threat
 from lightning_rob.transforms.base import pinned
 
@@ -567,7 +568,7 @@ class SeenThrough(Defense):
     ) -> "Observed":
         """Return what a forward pass of images x [B, …] that need a gradient shows."""
         view, mode = self.view, _Surrogate(self.view.slopes, len(x))
-        with mode, entering(self.defense, view.enter, x, self.stand_in):
+        with all_at_once(), mode, entering(self.defense, view.enter, x, self.stand_in):
             logits, weights = self.defense.sample_logits(x, generator, draws)
         own = custom_nodes(logits)
         for node in own if "custom" in view.slopes else ():

@@ -1,11 +1,26 @@
 """How many images a CPU works on fastest."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 # Convolutions of more images at a time are slower, image by image (docs/performance.md).
 IMAGES_PER_THREAD = 64
+_whole = ContextVar("_whole", default=False)
+
+
+@contextmanager
+def all_at_once() -> Iterator[None]:
+    """Let defenses work on whole batches: values on the way are found once each."""
+    token = _whole.set(True)
+    try:
+        yield
+    finally:
+        _whole.reset(token)
 
 
 def images_at_once(x: Tensor, net: nn.Module | None = None) -> int:
@@ -14,7 +29,7 @@ def images_at_once(x: Tensor, net: nn.Module | None = None) -> int:
     A network of linear layers takes them all: there each call costs more than the images.
     """
     parts = 1
-    if x.device.type == "cpu" and (net is None or not is_linear(net)):
+    if x.device.type == "cpu" and not _whole.get() and (net is None or not is_linear(net)):
         # Rounded up, so that the parts are about as large as each other.
         parts = -(-len(x) // (IMAGES_PER_THREAD * torch.get_num_threads()))
     return -(-len(x) // max(parts, 1))

@@ -177,15 +177,25 @@ class Drawn(Defense):
         return torch.stack([self.net(copy) for copy in copies])
 
 
+HIDDEN = {
+    "rounding": "rounding operations",
+    "softmax": "values before the output that stand for logits",
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
 @pytest.mark.parametrize("made", [Drawn, lambda net: Smoothing(net, 0.02, draws=5)])
-def test_a_random_defense_hides_nothing(made):
-    """What its networks round is found; where nothing is hidden the schedule gets all passes."""
+def test_a_random_defense_hides_nothing(made, name):
+    """What its networks hide is found, also where a CPU would work on parts of all copies.
+
+    Where nothing is hidden the schedule gets all passes.
+    """
     x, y = images(IMAGES, seed=4)
     plain = Auto(THREAT, PASSES).find(made(trained_net(1)), x, y, seeded())
     assert plain.findings == () and len(plain.trail) == 1
-    hiding = made(Through(trained_net(1), **FAULTS["rounding"]))
+    hiding = made(Through(trained_net(1), **FAULTS[name]))
     found = Auto(THREAT, PASSES).find(hiding, x, y, seeded())
-    assert found.findings == ("rounding operations",)
+    assert found.findings == (HIDDEN[name],)
     left, of_plain = (
         right(one, result.x_adv, y).mean()
         for one, result in ((hiding, found), (made(trained_net(1)), plain))
