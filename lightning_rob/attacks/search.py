@@ -426,11 +426,9 @@ class Search:
             return set(view.slopes), ()
         finally:
             x.requires_grad_(False)
-        places = sources(seen.values, seen.decided.argmax(1))
-        values = [by_draw(seen.values[place], len(x)) for place in places]
-        # Of several networks, each one's output, or that of all.
-        outputs = [seen.logits, *seen.logits[:, None]]
-        of_output = all(any(torch.equal(v, one) for one in outputs) for v in values)
+        places = sources(seen.values, seen.chosen)
+        values = [one for place in places for one in by_draw(seen.values[place], len(x))]
+        of_output = all(any(torch.equal(v, one) for one in seen.output) for v in values)
         return seen.met, () if of_output else places
 
     def _parts(self, x: Tensor) -> dict[str, bool]:

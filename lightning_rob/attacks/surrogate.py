@@ -18,6 +18,7 @@ from lightning_rob.attacks.decorators import AttackDecorator
 from lightning_rob.attacks.sight import own_sight
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.per_image import WholeBatch
+from lightning_rob.defenses.rejection import as_seen, unwrapped
 from lightning_rob.randomness import Generator, normal, own_streams, seed_of
 from lightning_rob.runtime.errors import at_least
 from lightning_rob.runtime.memory import all_at_once
@@ -167,7 +168,7 @@ class _Surrogate(TorchFunctionMode):
         self.images = images
         self.met: set[Slope] = set()  # slopes that would change something
         self.values: list[Tensor] = []  # [n, B, K], [B, K] or [n B, K], in the order of the calls
-        self.gone: Tensor | None = None  # the last batch that went to numpy
+        self.gone: list[Tensor] = []  # batches that went to numpy
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -180,12 +181,12 @@ class _Surrogate(TorchFunctionMode):
             return func(*args, **kwargs | {"retain_graph": True})
         if name in ("_set_grad_enabled", "detach", "requires_grad_") or name in LEAVES_TORCH:
             return self._detached(func, name, args, kwargs)
-        if self.gone is not None:
-            args = tuple(self._returned(value, self.gone) for value in args)
+        if self.gone:
+            args = tuple(map(self._returned, args))
         plain = name if name.endswith("__") else name.removesuffix("_")
         out = self._with_slope(func, plain, args, kwargs)
         if isinstance(out, Tensor):
-            if self.gone is not None:
+            if self.gone:
                 vars(out)["known"] = True
             # Logits of each image, or of some copies of it.
             copies = out.dim() == 2 and len(out) and len(out) % self.images == 0
@@ -204,8 +205,8 @@ class _Surrogate(TorchFunctionMode):
             self.met.add("detached")
         attached = "detached" in self.slopes
         if name in LEAVES_TORCH:
-            if first.dim() > 1:
-                self.gone = first if attached else None
+            if first.dim() > 1 and attached:
+                self.gone.append(first)
             return func(first.detach(), *args[1:], **kwargs)
         if not attached:
             return func(*args, **kwargs)
@@ -216,12 +217,20 @@ class _Surrogate(TorchFunctionMode):
             return first
         return first.clone()
 
-    def _returned(self, value: Any, gone: Tensor) -> Any:
+    def _returned(self, value: Any) -> Any:
         """Return a batch that comes back from numpy in its shape, with the identity's slope."""
-        if not (isinstance(value, Tensor) and value.shape == gone.shape) or value.requires_grad:
+        if isinstance(value, list | tuple):
+            parts = map(self._returned, value)
+            return list(parts) if isinstance(value, list) else tuple(parts)
+        if not isinstance(value, Tensor) or value.requires_grad or "known" in vars(value):
             return value
-        new = value.is_floating_point() and "known" not in vars(value)
-        return ValueWithGradientOf.apply(value.to(gone), gone) if new else value
+        alike = [one for one in self.gone if one.shape == value.shape]
+        if not (alike and value.is_floating_point()):
+            return value
+        # Of several networks, the output that came back as it went; else what went last.
+        same = (one for one in alike if torch.equal(one, value.to(one)))
+        gone = next(same, alike[-1])
+        return ValueWithGradientOf.apply(value.to(gone), gone)
 
     def _with_slope(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         first: Any = args[0] if args else None
@@ -545,20 +554,20 @@ class SeenThrough(Defense):
         view, (low, high) = self.view, self.view.threat.bounds
         with torch.enable_grad():
             inside = x if wanted else x.detach().requires_grad_()
-            of_each = self.defense.weights
             if view.copies:
                 with torch.no_grad():
                     parts = [self.defense(x, generator)[None]]
                 for _ in range(view.copies):
                     noise = view.noise * normal(x, *x.shape[1:], generator=generator)
                     moved = pinned(inside + noise, low, high)
-                    parts.append(self.observed(moved, generator).logits)
+                    seen = self.observed(moved, generator)
+                    parts.append(seen.logits)
             else:
                 seen = self.observed(inside, generator, draws)
-                of_each = seen.weights
                 parts = [seen.decided[None].to(seen.logits), seen.logits]
         found = torch.cat(parts)
-        of_each = of_each if not view.stages else torch.ones(1)
+        # As many values as draws are theirs; of others nothing is known.
+        of_each = seen.weights if len(seen.logits) == len(seen.weights) else torch.ones(1)
         shares = of_each.repeat((len(found) - 1) // len(of_each))
         self.weights = torch.cat([shares.new_zeros(1), shares / shares.sum()])
         return found if wanted else found.detach()
@@ -568,19 +577,25 @@ class SeenThrough(Defense):
     ) -> "Observed":
         """Return what a forward pass of images x [B, …] that need a gradient shows."""
         view, mode = self.view, _Surrogate(self.view.slopes, len(x))
+        inner = unwrapped(self.defense)
         with all_at_once(), mode, entering(self.defense, view.enter, x, self.stand_in):
-            logits, weights = self.defense.sample_logits(x, generator, draws)
-        own = custom_nodes(logits)
+            output, weights = inner.sample_logits(x, generator, draws)
+            logits = as_seen(output, weights, self.defense)
+        own = custom_nodes(output)
         for node in own if "custom" in view.slopes else ():
             _as_identity(node)
-        values = [value for value in mode.values if value.shape[-1] == logits.shape[-1]]
+        values = [value for value in mode.values if value.shape[-1] == output.shape[-1]]
         decided = self.defense.rule(logits.detach(), weights)
+        chosen = inner.rule(output.detach(), weights).argmax(1)
         if view.stages:
             if max(view.stages) >= len(values):
                 raise ValueError(f"stages {view.stages} of {len(values)} values: search again")
             logits = torch.cat([by_draw(values[place], len(x)) for place in view.stages])
+            if inner.rejects is not None:
+                equal = logits.new_full((len(logits),), 1 / len(logits))
+                logits = as_seen(logits, equal, self.defense)
         mode.met |= {"custom"} if own else set()
-        return Observed(decided, logits, weights, values, mode.met)
+        return Observed(decided, logits, weights, output, chosen, values, mode.met)
 
 
 @dataclass(frozen=True)
@@ -590,6 +605,8 @@ class Observed:
     decided: Tensor  # [B, K]
     logits: Tensor  # [n, B, K]
     weights: Tensor  # of the defense's draws
+    output: Tensor  # [S, B, …] its logits, with those of a class that rejects
+    chosen: Tensor  # [B] the classes that it predicts, that one among them
     values: list[Tensor]
     met: set[Slope]  # slopes that would change something
 

@@ -36,7 +36,7 @@ class AcceptedClasses(Defense):
 
     @property
     def classifiers(self) -> list[nn.Module]:
-        return [_OfAcceptedClasses(net, self._seen) for net in self.defense.classifiers]
+        return [_OfAcceptedClasses(net, self.seen) for net in self.defense.classifiers]
 
     @property
     def foldable_networks(self) -> list[nn.Module]:
@@ -50,13 +50,13 @@ class AcceptedClasses(Defense):
         return [(share, self._of(part)) for share, part in self.defense.components()]
 
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
-        return self._seen(self.defense.logits(x, generator), self.defense.weights)
+        return self.seen(self.defense.logits(x, generator), self.defense.weights)
 
     def sample_logits(
         self, x: Tensor, generator: Generator = None, draws: int | None = None
     ) -> tuple[Tensor, Tensor]:
         logits, weights = self.defense.sample_logits(x, generator, draws)
-        return self._seen(logits, weights), weights
+        return self.seen(logits, weights), weights
 
     def forward(self, x: Tensor, generator: Generator = None) -> Tensor:
         """Predict [B, C, H, W] -> [B, K]: the label's probability is that of not being fooled."""
@@ -112,7 +112,7 @@ class AcceptedClasses(Defense):
             )
         return torch.cat([values[..., :place], values[..., place + 1 :]], -1)
 
-    def _seen(self, logits: Tensor, weights: Tensor) -> Tensor:
+    def seen(self, logits: Tensor, weights: Tensor) -> Tensor:
         """Return logits [S, B, K] in which the label's stands for rejection too."""
         if self.defense.rejects is None and not abstains(self.defense.rule):
             return logits  # what rejects images is no function of them
@@ -142,6 +142,11 @@ class AcceptedClasses(Defense):
 def unwrapped(defense: Defense) -> Defense:
     """Return the defense of which an attacker sees the accepted classes; any other as it is."""
     return defense.defense if isinstance(defense, AcceptedClasses) else defense
+
+
+def as_seen(logits: Tensor, weights: Tensor, whole: Defense) -> Tensor:
+    """Return logits [S, B, …] of the `unwrapped` defense as an attack sees the whole one's."""
+    return whole.seen(logits, weights) if isinstance(whole, AcceptedClasses) else logits
 
 
 def rewrapped(part: Defense, whole: Defense) -> Defense:

@@ -152,6 +152,30 @@ def test_outputs_of_members_hide_nothing(rule):
     assert "rounding operations" in result.findings
 
 
+class Apart(nn.Module):
+    """A network that no other part knows, whose logits come back from numpy."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.held = [net.eval()]
+
+    def forward(self, x):
+        return torch.from_numpy(self.held[0](x.detach()).detach().numpy())
+
+
+def test_outputs_that_come_back_from_numpy_are_told_apart():
+    """Each has the slope of its own network, as if it had not left torch."""
+    nets = [trained_net(seed).eval() for seed in (1, 2, 3)]
+    view = SurrogateGradient(APGD(THREAT), slopes=("detached",))
+    found = []
+    for members in (nets, [Apart(net) for net in nets]):
+        x = images(IMAGES, seed=4)[0].requires_grad_()
+        logits = SeenThrough(Ensemble(members).eval(), view).observed(x).logits
+        found.append([torch.autograd.grad(z.sum(), x, retain_graph=True)[0] for z in logits])
+    for plain, apart in zip(*found, strict=True):
+        assert torch.equal(plain, apart)
+
+
 @pytest.mark.parametrize("eps", [0.01, 0.14])
 def test_a_member_without_a_gradient_hides_nothing(eps):
     """The schedule for several networks needs the gradient of each, where it is no weaker too."""
@@ -175,6 +199,19 @@ class Drawn(Defense):
     def logits(self, x, generator=None):
         copies = (x + 0.02 * normal(x, *x.shape[1:], generator=generator) for _ in self.weights)
         return torch.stack([self.net(copy) for copy in copies])
+
+
+def test_a_class_that_rejects_hides_nothing():
+    """The values before a saturated output have this class too."""
+    x, y = images(2 * IMAGES, seed=4)
+    x, y = x[y < 3], y[y < 3]
+    found, left = [], []
+    for after in ({}, FAULTS["softmax"]):
+        defense = Single(Through(trained_net(1), **after), rejects=3)
+        found.append(Auto(THREAT, PASSES).find(defense, x, y, seeded()))
+        left.append(right(defense, found[-1].x_adv, y).mean().item())
+    assert [one.findings for one in found] == [(), (HIDDEN["softmax"],)]
+    assert left[1] <= left[0] + 1.1 / len(x)
 
 
 HIDDEN = {
