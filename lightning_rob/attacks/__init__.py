@@ -45,6 +45,7 @@ from lightning_rob.attacks.pgd import PGD as PGD
 from lightning_rob.attacks.random_points import RandomCorners as RandomCorners
 from lightning_rob.attacks.random_points import RandomStart as RandomStart
 from lightning_rob.attacks.search import AutoResult as AutoResult
+from lightning_rob.attacks.search import Unmasked as Unmasked
 from lightning_rob.attacks.square import Square as Square
 from lightning_rob.attacks.surrogate import SurrogateGradient as SurrogateGradient
 from lightning_rob.attacks.targeted import HighConfidence as HighConfidence

@@ -20,7 +20,14 @@ from lightning_rob.attacks.gmsa import GMSA
 from lightning_rob.attacks.lattice_climber import LatticeClimber
 from lightning_rob.attacks.members import Strongest
 from lightning_rob.attacks.pgd import PGD
-from lightning_rob.attacks.search import DRAWS, NO_GRADIENT, AutoResult, Search, lacks_gradient
+from lightning_rob.attacks.search import (
+    DRAWS,
+    NO_GRADIENT,
+    AutoResult,
+    Search,
+    Unmasked,
+    lacks_gradient,
+)
 from lightning_rob.attacks.square import Square
 from lightning_rob.attacks.transform_ensemble import OnDifferentiable
 from lightning_rob.defenses import Defense, is_transform_ensemble, random_transforms_in
@@ -75,9 +82,10 @@ class Auto(Attack):
 
     With fewer than 400 passes for each network, on transformation ensembles and on random
     transforms only the attacks for the kind run, and on other defenses that draw their classifiers
-    unless a forward pass shows something. A search compares candidates on some images, so that the
-    result of an image depends on its batch; `find` returns what was found, as an attack that does
-    not.
+    unless a forward pass shows something. On defenses that adapt each round of `GMSA` looks for
+    what hides gradients, and takes the best slopes (`Unmasked`). A search compares candidates on
+    some images, so that the result of an image depends on its batch; `find` returns what was found,
+    as an attack that does not.
 
     Args:
         threat: linf, l2 or l1, in pixel units.
@@ -179,7 +187,7 @@ class Auto(Attack):
             each = max(self.passes // rounds, 1)
             # Confident errors outlast an adaptation: no image stops at its first error.
             loss, _ = losses_of_rule(defense.adapted_model.rule, members)
-            inner: Attack = Budgeted(APGD(self.threat, objective=loss, early_stop=False), each)
+            inner: Attack = Unmasked(APGD(self.threat, objective=loss, early_stop=False), each)
             backward = attack_gradients(defense.adapted_model)
             return GMSA(WithBackward(inner, backward) if backward else inner, rounds=rounds)
         if kind == "random":

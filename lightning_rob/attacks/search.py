@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import ceil, inf
 from textwrap import shorten
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import yaml
@@ -14,7 +14,7 @@ from lightning_rob.attacks.active_set import positions
 from lightning_rob.attacks.apgd import APGD
 from lightning_rob.attacks.base import Attack
 from lightning_rob.attacks.budget import PassCount
-from lightning_rob.attacks.decorators import Budgeted
+from lightning_rob.attacks.decorators import AttackDecorator, Budgeted
 from lightning_rob.attacks.execution import restoring
 from lightning_rob.attacks.few_pixels import FewPixels
 from lightning_rob.attacks.folding import FoldingError
@@ -34,7 +34,7 @@ from lightning_rob.objectives import (
 )
 from lightning_rob.randomness import Generator, derive_seed, own_streams, seed_of
 from lightning_rob.rules import random_member
-from lightning_rob.runtime.errors import NoGradientError
+from lightning_rob.runtime.errors import NoGradientError, at_least
 from lightning_rob.runtime.identity import attack_spec
 from lightning_rob.threat import Threat
 
@@ -61,6 +61,7 @@ MOST_LOCAL = 0.7  # of them where few pixels win, in few passes
 VIEWS = 2  # surrogates with which few pixels are changed by one length
 BISECTIONS = 9  # to find what change of each pixel crosses a step
 NO_GRADIENT = "no gradient leads to the images"
+LOOKING_FROM = 30  # passes of an image and network from which it pays to look for what hides
 WINDOW = 0.2  # share of the image in its first windows
 
 
@@ -122,6 +123,35 @@ class Judged:
 def lacks_gradient(error: RuntimeError) -> bool:
     """Return whether an attack failed for want of a gradient, or of an operation's derivative."""
     return isinstance(error, NoGradientError) or "derivative" in str(error)
+
+
+@dataclass(frozen=True)
+class Unmasked(AttackDecorator):
+    """Give an attack a number of passes, and where a defense masks gradients, other ones.
+
+    For attacks inside of others, as in `GMSA`, where no image may leave the batch. A forward pass
+    shows what hides gradients, as in `Auto`. Where something does, a trial of a third of the passes
+    compares the surrogate gradients that this calls for, and the best one gets the others.
+
+    Args:
+        attack: a gradient attack on any objective whose passes are known before it runs.
+        passes: the largest number of forward and backward passes an image.
+    """
+
+    batch_dependent: ClassVar[bool] = True
+    passes: int
+
+    def __post_init__(self) -> None:
+        at_least(1, passes=self.passes)
+
+    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        plain = Budgeted(self.attack, self.passes)
+        if self.passes < LOOKING_FROM * len(defense.weights):
+            return plain.perturb(defense, x, y, generator)
+        classes = PassCount(defense, x).classes
+        passes = self.passes - len(defense.weights)  # that one image costs, to know the classes
+        search = Search(self.threat, defense, x, y, generator, classes, passes, lambda _: plain)
+        return search.unmasked(self.attack)
 
 
 class Search:
@@ -343,7 +373,6 @@ class Search:
     def _views(self, rows: Tensor) -> list[SurrogateGradient]:
         """Look at forward passes of a few images; return what their findings call for."""
         x = self.at[rows]
-        hard: tuple[Slope, ...] = ()
         with restricted_to(self.defense, rows), own_streams(self.seed, x.device):
             self.random = self.random or self.drawn
             if not self.random:
@@ -359,30 +388,62 @@ class Search:
                 runs = APGD(self.threat, objective=self.cross_entropy, draws=self.draws)
                 margin = replace(runs, early_stop=False)
             base = SurrogateGradient(margin, draws_anew=self.random, together=self.together)
-            met, _ = self._observed(base, x)
-            for _ in range(2):  # behind what is cut off there may be more
-                hard = tuple(sorted(met - {"saturating"}))
-                met |= self._observed(replace(base, slopes=hard), x)[0] if hard else set()
-            self.findings += [f"{name} operations" for name in sorted(met)]
-            sets: list[tuple[Slope, ...]] = [(), hard, (*hard, "saturating")]
-            sets += [("rounding",)] if "rounding" in hard else []
-            sets = [s for s in sets if "saturating" not in s or "saturating" in met]
-            views = []
-            for slopes in dict.fromkeys(sets):
-                view = replace(base, slopes=slopes)
-                _, stages = self._observed(view, x)
-                views += [view, replace(view, stages=stages)] if stages else [view]
-            if any(view.stages for view in views):
-                self.findings.append("values before the output that stand for logits")
-            parts = self._parts(x)
-            alike = [name for name, same in parts.items() if same]
-            groups = [tuple(alike)] if self.networks > 1 and alike else [(a,) for a in alike]
-            self.entries = [replace(base, enter=names) for names in groups]
-            # A stand-in takes the place of what is cut off.
-            kept = replace(base, slopes=tuple(slope for slope in hard if slope != "detached"))
-            self.learners = [replace(kept, enter=(name,)) for name in [*parts][:MOST_PARTS]]
-            self.blocked, self.cut = bool(hard), "detached" in hard
+            return self._views_through(base, x)
+
+    def _views_through(self, base: SurrogateGradient, x: Tensor) -> list[SurrogateGradient]:
+        """Return the surrogates that a forward pass of images x calls for, with `base` first."""
+        hard: tuple[Slope, ...] = ()
+        met, _ = self._observed(base, x)
+        for _ in range(2):  # behind what is cut off there may be more
+            hard = tuple(sorted(met - {"saturating"}))
+            met |= self._observed(replace(base, slopes=hard), x)[0] if hard else set()
+        self.findings += [f"{name} operations" for name in sorted(met)]
+        sets: list[tuple[Slope, ...]] = [(), hard, (*hard, "saturating")]
+        sets += [("rounding",)] if "rounding" in hard else []
+        sets = [s for s in sets if "saturating" not in s or "saturating" in met]
+        views = []
+        for slopes in dict.fromkeys(sets):
+            view = replace(base, slopes=slopes)
+            _, stages = self._observed(view, x)
+            views += [view, replace(view, stages=stages)] if stages else [view]
+        if any(view.stages for view in views):
+            self.findings.append("values before the output that stand for logits")
+        parts = self._parts(x)
+        alike = [name for name, same in parts.items() if same]
+        groups = [tuple(alike)] if self.networks > 1 and alike else [(a,) for a in alike]
+        self.entries = [replace(base, enter=names) for names in groups]
+        # A stand-in takes the place of what is cut off.
+        kept = replace(base, slopes=tuple(slope for slope in hard if slope != "detached"))
+        self.learners = [replace(kept, enter=(name,)) for name in [*parts][:MOST_PARTS]]
+        self.blocked, self.cut = bool(hard), "detached" in hard
         return views + (self.entries if hard else [])
+
+    def unmasked(self, attack: Attack) -> Tensor:
+        """Run an attack through the surrogate by which a trial of it raises the margin most."""
+        self.together = True
+        rows, tried = positions(self.x), []
+        with own_streams(self.seed, self.x.device):
+            views = self._views_through(SurrogateGradient(attack, together=True), self.x)
+        share = self.passes // (3 * len(views))
+        if len(views) == 1 or share < attack.least(self.count):  # through all that hides
+            best = max(views, key=lambda view: (len(view.slopes), len(view.stages)))
+            best = best if self.blocked or best.stages else views[0]
+        else:
+            for view in views:
+                try:
+                    x_adv, _ = self._tried(self._within(view, share), rows)
+                except RuntimeError as error:
+                    if not lacks_gradient(error):
+                        raise
+                    continue
+                value = ObjectiveGradient(self.margin).value(
+                    self.defense, x_adv, self.y, self._noise()
+                )
+                tried.append((float(value.nan_to_num().mean()), view))
+            self.spent += share * len(views)
+            best = max(tried, key=lambda one: one[0], default=(0.0, views[0]))[1]
+        plain = best if best.slopes or best.stages or best.enter else attack
+        return self._alone(self._within(plain, self.passes - self.spent))[0]
 
     def _noise(self) -> torch.Generator:
         return torch.Generator(self.x.device).manual_seed(self.seed)

@@ -62,6 +62,7 @@ from lightning_rob.attacks import (
     Targeted,
     ThroughAdaptation,
     TransferFromStatic,
+    Unmasked,
     WithBackward,
     attacking,
 )
@@ -169,6 +170,7 @@ OTHERS = {
     "auto": (Auto(LINF, 60), "ensemble"),
     "auto-search": (Auto(LINF, 900), "ensemble"),
     "auto-l1": (Auto(L1, 900), "ensemble"),
+    "unmasked": (Unmasked(APGD(LINF, early_stop=False), 80), "ensemble"),
     "auto-transformed": (Auto(LINF, 60), "transformed"),
 }
 

@@ -10,14 +10,17 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import one_hot
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_rob import load_callbacks, objectives
 from lightning_rob.attacks import APGD, PGD, Auto, Budgeted, Square, SurrogateGradient, search
 from lightning_rob.attacks.base import is_batch_separable
 from lightning_rob.attacks.folding import FoldingError
 from lightning_rob.attacks.nested import walk
+from lightning_rob.attacks.search import LOOKING_FROM, Unmasked
 from lightning_rob.attacks.surrogate import SeenThrough, StandIn, _Surrogate
-from lightning_rob.defenses import Defense, Ensemble, Single, Smoothing
+from lightning_rob.defenses import DENT, Defense, Ensemble, Single, Smoothing
+from lightning_rob.evaluation import evaluate
 from lightning_rob.randomness import normal
 from lightning_rob.rules import majority, mean_logits, random_member
 from lightning_rob.runtime.errors import NoGradientError, ZeroGradientWarning
@@ -199,6 +202,33 @@ class Drawn(Defense):
     def logits(self, x, generator=None):
         copies = (x + 0.02 * normal(x, *x.shape[1:], generator=generator) for _ in self.weights)
         return torch.stack([self.net(copy) for copy in copies])
+
+
+@cache
+def left_adapted(name=None):
+    """Accuracy of a network that adapts to the batch and hides its gradients in some way."""
+    net = Through(trained_net(1), **FAULTS.get(name, {}))
+    defense = DENT(nn.Sequential(nn.BatchNorm2d(1), net)).eval()
+    loader = DataLoader(TensorDataset(*images(IMAGES, seed=4)), IMAGES)
+    auto = {"auto": Auto(THREAT, PASSES).schedule(defense)}
+    return evaluate(defense, auto, loader, progress=False).accuracy("auto")
+
+
+@pytest.mark.parametrize("name", ["rounding", "numpy", "softmax"])
+def test_a_defense_that_adapts_hides_nothing(name):
+    """Its adapted networks are seen through in each round of GMSA."""
+    assert left_adapted(name) <= left_adapted() + 1.1 / IMAGES
+
+
+def test_few_passes_on_a_defense_that_adapts_are_not_spent_on_looking():
+    x, y = images(IMAGES, seed=4)
+    defense, plain = Single(trained_net(1)), APGD(THREAT, early_stop=False)
+    found = [
+        kind(plain, passes)(defense, x, y, seeded())
+        for passes in (LOOKING_FROM - 1, LOOKING_FROM)
+        for kind in (Budgeted, Unmasked)
+    ]
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[2], found[3])
 
 
 def test_a_class_that_rejects_hides_nothing():
