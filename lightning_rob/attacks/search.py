@@ -147,7 +147,7 @@ class Unmasked(AttackDecorator):
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         plain = Budgeted(self.attack, self.passes)
         if self.passes < LOOKING_FROM * len(defense.weights):
-            return plain.perturb(defense, x, y, generator)
+            return plain(defense, x, y, generator)
         classes = PassCount(defense, x).classes
         passes = self.passes - len(defense.weights)  # that one image costs, to know the classes
         search = Search(self.threat, defense, x, y, generator, classes, passes, lambda _: plain)
@@ -421,14 +421,15 @@ class Search:
     def unmasked(self, attack: Attack) -> Tensor:
         """Run an attack through the surrogate by which a trial of it raises the margin most."""
         self.together = True
-        rows, tried = positions(self.x), []
-        with own_streams(self.seed, self.x.device):
-            views = self._views_through(SurrogateGradient(attack, together=True), self.x)
+        rows, tried = positions(self.x)[:IMAGES], []
+        with restricted_to(self.defense, rows), own_streams(self.seed, self.x.device):
+            views = self._views_through(SurrogateGradient(attack, together=True), self.x[rows])
         share = self.passes // (3 * len(views))
         if len(views) == 1 or share < attack.least(self.count):  # through all that hides
             best = max(views, key=lambda view: (len(view.slopes), len(view.stages)))
             best = best if self.blocked or best.stages else views[0]
         else:
+            margin = ObjectiveGradient(self.margin)
             for view in views:
                 try:
                     x_adv, _ = self._tried(self._within(view, share), rows)
@@ -436,14 +437,17 @@ class Search:
                     if not lacks_gradient(error):
                         raise
                     continue
-                value = ObjectiveGradient(self.margin).value(
-                    self.defense, x_adv, self.y, self._noise()
-                )
+                with restricted_to(self.defense, rows):
+                    value = margin.value(self.defense, x_adv, self.y[rows], self._noise())
                 tried.append((float(value.nan_to_num().mean()), view))
             self.spent += share * len(views)
             best = max(tried, key=lambda one: one[0], default=(0.0, views[0]))[1]
-        plain = best if best.slopes or best.stages or best.enter else attack
-        return self._alone(self._within(plain, self.passes - self.spent))[0]
+        self.restore()
+        chosen = best if best.slopes or best.stages or best.enter else attack
+        # Called, not only run: in parts where memory or a CPU's caches call for them.
+        return self._within(chosen, self.passes - self.spent)(
+            self.defense, self.x, self.y, self.generator
+        )
 
     def _noise(self) -> torch.Generator:
         return torch.Generator(self.x.device).manual_seed(self.seed)

@@ -72,6 +72,9 @@ class DENT(Transductive):
                 module.eval()
         for _ in progress_bar(range(self.steps), "DENT"):
             loss = information(network_logits(net, x), self.diversity)
+            if not loss.requires_grad:
+                kind = type(self.net).__name__
+                raise TypeError(f"DENT adapts by gradients, and the logits of a {kind} have none")
             gradients = torch.autograd.grad(loss, weights, allow_unused=True)
             for weight, gradient in zip(weights, gradients, strict=True):
                 weight.grad = gradient

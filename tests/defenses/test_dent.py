@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import batch_norm
+from torch.nn.functional import batch_norm, one_hot
 
 from lightning_rob.attacks import PGD, Chunked, HighConfidence
 from lightning_rob.defenses import DENT, Mixture
@@ -29,6 +29,13 @@ def trained(make):
             nn.init.normal_(module.weight, 1, 0.2)
             nn.init.normal_(module.bias, 0, 0.2)
     return net.eval()
+
+
+class Hard(nn.Module):
+    """Votes in the place of logits."""
+
+    def forward(self, z):
+        return one_hot(z.argmax(1), z.shape[1]).float()
 
 
 def small():
@@ -178,5 +185,8 @@ def test_the_models_of_a_round_are_attacked_in_parts(inner, monkeypatch):
 def test_a_network_without_batch_norm():
     with pytest.raises(ValueError, match="a Flatten has none"):
         DENT(nn.Flatten())
+    hard = nn.Sequential(small(), Hard())
+    with pytest.raises(TypeError, match="the logits of a Sequential have none"):
+        DENT(hard).adapt(images())
     with pytest.raises(ValueError, match="DENT needs the statistics of training"):
         DENT(nn.BatchNorm2d(3, track_running_stats=False)).adapt(images())
