@@ -424,7 +424,7 @@ class Search:
         rows, tried = positions(self.x)[:IMAGES], []
         with restricted_to(self.defense, rows), own_streams(self.seed, self.x.device):
             views = self._views_through(SurrogateGradient(attack, together=True), self.x[rows])
-        share = self.passes // (3 * len(views))
+        share = self.passes // (3 * len(views)) - 2 * self._judging  # a prediction and a margin
         if len(views) == 1 or share < attack.least(self.count):  # through all that hides
             best = max(views, key=lambda view: (len(view.slopes), len(view.stages)))
             best = best if self.blocked or best.stages else views[0]
@@ -440,7 +440,7 @@ class Search:
                 with restricted_to(self.defense, rows):
                     value = margin.value(self.defense, x_adv, self.y[rows], self._noise())
                 tried.append((float(value.nan_to_num().mean()), view))
-            self.spent += share * len(views)
+            self.spent += (share + 2 * self._judging) * len(views)
             best = max(tried, key=lambda one: one[0], default=(0.0, views[0]))[1]
         self.restore()
         chosen = best if best.slopes or best.stages or best.enter else attack

@@ -153,6 +153,7 @@ def counted(name):
 
 
 MANY = [(name, 700, "linf") for name in ("pooled", "drawn", "random", "moved", "adapting")]
+MANY += [("adapting", passes, "linf") for passes in (60, 1000)]
 FEW = [(name, 90, norm) for name in list(KINDS)[1:] for norm in ("linf", "l1")]
 
 
