@@ -25,6 +25,7 @@ from lightning_rob.attacks.square import Square
 from lightning_rob.attacks.surrogate import SeenThrough, Slope, SurrogateGradient, by_draw, sources
 from lightning_rob.defenses import Defense, Single
 from lightning_rob.defenses.per_image import restricted_to
+from lightning_rob.defenses.rejection import unwrapped
 from lightning_rob.objectives import (
     expected_dlr,
     expected_probability_margin,
@@ -127,7 +128,7 @@ def lacks_gradient(error: RuntimeError) -> bool:
 
 @dataclass(frozen=True)
 class Unmasked(AttackDecorator):
-    """Give an attack a number of passes, and where a defense masks gradients, other ones.
+    """Give an attack a number of passes, and where gradients are masked, those of a surrogate.
 
     For attacks inside of others, as in `GMSA`, where no image may leave the batch. A forward pass
     shows what hides gradients, as in `Auto`. Where something does, a trial of a third of the passes
@@ -491,7 +492,9 @@ class Search:
             return set(view.slopes), ()
         finally:
             x.requires_grad_(False)
-        places = sources(seen.values, seen.chosen)
+        # With the class that rejects, as the values have it.
+        chosen = unwrapped(self.defense).rule(seen.output.detach(), seen.weights).argmax(1)
+        places = sources(seen.values, chosen)
         values = [one for place in places for one in by_draw(seen.values[place], len(x))]
         of_output = all(any(torch.equal(v, one) for one in seen.output) for v in values)
         return seen.met, () if of_output else places

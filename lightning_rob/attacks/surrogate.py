@@ -586,7 +586,6 @@ class SeenThrough(Defense):
             _as_identity(node)
         values = [value for value in mode.values if value.shape[-1] == output.shape[-1]]
         decided = self.defense.rule(logits.detach(), weights)
-        chosen = inner.rule(output.detach(), weights).argmax(1)
         if view.stages:
             if max(view.stages) >= len(values):
                 raise ValueError(f"stages {view.stages} of {len(values)} values: search again")
@@ -595,7 +594,7 @@ class SeenThrough(Defense):
                 equal = logits.new_full((len(logits),), 1 / len(logits))
                 logits = as_seen(logits, equal, self.defense)
         mode.met |= {"custom"} if own else set()
-        return Observed(decided, logits, weights, output, chosen, values, mode.met)
+        return Observed(decided, logits, weights, output, values, mode.met)
 
 
 @dataclass(frozen=True)
@@ -606,7 +605,6 @@ class Observed:
     logits: Tensor  # [n, B, K]
     weights: Tensor  # of the defense's draws
     output: Tensor  # [S, B, …] its logits, with those of a class that rejects
-    chosen: Tensor  # [B] the classes that it predicts, that one among them
     values: list[Tensor]
     met: set[Slope]  # slopes that would change something
 

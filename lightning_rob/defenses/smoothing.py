@@ -11,7 +11,7 @@ from lightning_rob.objectives import log_mean_probs
 from lightning_rob.randomness import Generator, Streams, uniform
 from lightning_rob.rules import expectation, majority, mean_logits, mean_probs, random_member
 from lightning_rob.runtime.errors import at_least
-from lightning_rob.runtime.memory import images_at_once
+from lightning_rob.runtime.memory import images_at_once, is_whole
 
 GRID = 2.0**-12  # on which noisy pixels lie: a sixteenth of a step of 8-bit images
 CELL_ERROR = 2.0**-31  # probability that a pixel's sampled place on the grid is not the exact one
@@ -110,9 +110,10 @@ class Smoothing(Defense):
     def copy_logits(self, x: Tensor, generator: Generator = None) -> Tensor:
         """Compute logits [B, K] that decide the vote of one noisy copy of each image [B, …]."""
         # In training BatchNorm needs all copies at once; else memory and caches decide.
-        whole = max(len(x), 1)
-        noisy_at_once = whole if self.training else max(MOST_VALUES // max(x[:1].numel(), 1), 1)
-        at_once = whole if self.training else max(images_at_once(x), 1)
+        noisy_at_once, at_once = MOST_VALUES // max(x[:1].numel(), 1), images_at_once(x)
+        if self.training or is_whole():
+            noisy_at_once = at_once = len(x)
+        noisy_at_once, at_once = max(noisy_at_once, 1), max(at_once, 1)
         found = []
         for rows in torch.split(torch.arange(len(x), device=x.device), noisy_at_once):
             noise = generator[rows] if isinstance(generator, Streams) else generator

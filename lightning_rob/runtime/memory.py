@@ -23,13 +23,18 @@ def all_at_once() -> Iterator[None]:
         _whole.reset(token)
 
 
+def is_whole() -> bool:
+    """Return whether this is inside `all_at_once`."""
+    return _whole.get()
+
+
 def images_at_once(x: Tensor, net: nn.Module | None = None) -> int:
     """Return how many images of a batch [B, …] to work on at a time: on a CPU, what caches hold.
 
     A network of linear layers takes them all: there each call costs more than the images.
     """
     parts = 1
-    if x.device.type == "cpu" and not _whole.get() and (net is None or not is_linear(net)):
+    if x.device.type == "cpu" and not is_whole() and (net is None or not is_linear(net)):
         # Rounded up, so that the parts are about as large as each other.
         parts = -(-len(x) // (IMAGES_PER_THREAD * torch.get_num_threads()))
     return -(-len(x) // max(parts, 1))
