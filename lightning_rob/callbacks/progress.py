@@ -31,3 +31,9 @@ def console_of(trainer: Trainer) -> Console:
     live = getattr(trainer.progress_bar_callback, "progress", None)
     console = getattr(live, "console", None)
     return console if isinstance(console, Console) else Console()
+
+
+def keeps_no_bar(trainer: Trainer) -> bool:
+    """Return whether a bar that the user wants leaves nothing, as in the log of a batch job."""
+    wanted = trainer.is_global_zero and trainer.progress_bar_callback is not None
+    return wanted and not console_of(trainer).is_terminal

@@ -55,6 +55,16 @@ def test_findings_and_blindness_are_logged_once():
     assert logged["test/robust/findings"] == len(texts) >= 4
 
 
+@pytest.mark.parametrize("bar", [True, False])
+def test_a_log_without_a_terminal_has_a_line_for_each_epoch(bar, capsys):
+    run = trainer(RobustEval({"pgd": ATTACK}), max_epochs=2, enable_progress_bar=bar)
+    run.fit(AdversarialTraining(TinyNet), Blobs())
+    lines = [line for line in capsys.readouterr().out.splitlines() if "accuracy in %" in line]
+    assert [line.split(",")[0] for line in lines] == ["Epoch 0", "Epoch 1"] * bar
+    worst = 100 * run.callback_metrics["val/robust/worst"]
+    assert not bar or lines[-1].endswith(f"worst {worst:.1f}")
+
+
 class Heard(AdversarialTraining):
     """Hears of each robust evaluation, and counts predictions of its network in eval mode."""
 
