@@ -48,12 +48,13 @@ SHARES = (0.15, 0.25)  # of the passes, for all candidates and for variants of t
 OF_RANDOM = (0.05, 0.35, 0.2)  # for the opening, candidates and variants where steps cost more
 LEARNING = 0.02  # share of the passes from which a network learns what lies before a part
 COPIES, NOISE = 6, 0.3  # noisy copies for each step, and their noise as a share of the radius
+PAIRS = 5  # of opposite points, where the gradient is estimated from predictions
 MOVES, LENGTH = 4, 0.3  # in which slopes are compared with differences; their share of the radius
 AGREEING = 0.5  # correlation of both from which a slope is worth following
 OF_SEVERAL = (12, 0.6)  # moves and their length where several networks disagree
 REAL = 0.42  # share of the predicted change that is real, from which their slope is
 APART = 0.01  # of the lead of the largest logit, by which noise or another batch may change them
-COSTLY = ("queries", "copies", "stand_in")  # of an attack that needs more passes than others
+COSTLY = ("queries", "copies", "pairs", "stand_in")  # of an attack that needs more passes
 STUCK = 0.8  # share of the images left from which attacks are tried that cost more
 MOST_PARTS = 2  # of a network, before which a surrogate takes the place of what is there
 TARGETS = 9
@@ -197,6 +198,7 @@ class Search:
         self.trail: list[Trial] = []
         self.entries: list[SurrogateGradient] = []  # with the identity before a part
         self.learners: list[SurrogateGradient] = []  # with a network in the place of a part
+        self.estimated: SurrogateGradient | None = None  # by predictions alone
         self.spent = 0  # passes of an image, at most
 
     def run(self, first: Attack, opening: int) -> AutoResult:
@@ -317,14 +319,14 @@ class Search:
         judged = self._round("1", list(self._candidates(views)), rows, int(shares[0] * self.passes))
         judged.sort(key=lambda one: one.left)  # stable: the earlier one wins ties
         if not judged or judged[0].left > 0:
-            climbs = bool(judged) and not self.random
+            climbs = bool(judged) and (self.networks == 1 or not self.random)
             self.rugged = climbs and self._is_rugged(judged[0].attack, rows[:PROBED])
             if self.rugged:
                 self.findings.append("slopes that say little of how predictions change")
             variants = list(self._variants(judged, int(LEARNING * self.passes)))
             # Few pixels need few passes, and Square many.
             costly = any(getattr(variant, "stand_in", 0) for variant in variants)
-            share = shares[0] if self.rugged and self._steps and not costly else shares[1]
+            share = shares[0] if self._few_only and not costly else shares[1]
             judged += self._round("2", variants, rows, int(share * self.passes))
             judged.sort(key=lambda one: one.left)
         return judged
@@ -345,6 +347,16 @@ class Search:
     def _steps(self) -> bool:
         """Whether something has no slope in l2 or l1: small changes of all pixels cross no step."""
         return self.blocked and self.threat.p < inf
+
+    @property
+    def _few_only(self) -> bool:
+        """Whether few pixels have to do, but for what is cut off."""
+        return self._steps and self.rugged and not self.random
+
+    @property
+    def _lost(self) -> bool:
+        """Whether slopes mislead, and nothing that was recognized says why."""
+        return self.rugged and not self.blocked
 
     @property
     def _scored(self) -> bool:
@@ -389,6 +401,10 @@ class Search:
                 runs = APGD(self.threat, objective=self.cross_entropy, draws=self.draws)
                 margin = replace(runs, early_stop=False)
             base = SurrogateGradient(margin, draws_anew=self.random, together=self.together)
+            if self._one_attack and self.networks == 1:
+                step = PGD(self.threat, 1, self.threat.eps, self.margin, 1, momentum=(0.9,))
+                noisy = replace(self._noisy(base), copies=0, pairs=PAIRS)
+                self.estimated = replace(noisy, attack=step, draws_anew=True)
             return self._views_through(base, x)
 
     def _views_through(self, base: SurrogateGradient, x: Tensor) -> list[SurrogateGradient]:
@@ -411,6 +427,8 @@ class Search:
             self.findings.append("values before the output that stand for logits")
         parts = self._parts(x)
         alike = [name for name, same in parts.items() if same]
+        if self.networks == 1:  # before the last one lies all that may hide
+            alike = list(dict.fromkeys([*alike[: MOST_PARTS - 1], *alike[-1:]]))
         groups = [tuple(alike)] if self.networks > 1 and alike else [(a,) for a in alike]
         self.entries = [replace(base, enter=names) for names in groups]
         # A stand-in takes the place of what is cut off.
@@ -524,7 +542,7 @@ class Search:
         finally:
             for handle in handles:
                 handle.remove()
-        return dict([*found.items()][: MOST_PARTS * self.networks])
+        return found if self.networks == 1 else dict([*found.items()][: MOST_PARTS * self.networks])
 
     def _is_rugged(self, view: SurrogateGradient, rows: Tensor) -> bool:
         """Return whether slopes of the margin say little of its changes within the ball."""
@@ -560,8 +578,9 @@ class Search:
 
     def _within(self, attack: Any, passes: int) -> Budgeted:
         """Return the attack within some passes, with steps of PGD that lead across the ball."""
-        if self.random and hasattr(getattr(attack, "attack", None), "step_size"):
-            steps = max(passes // (2 * self.count.drawn(attack.attack.draws)), 1)
+        own = self.random or bool(getattr(attack, "pairs", 0))
+        if own and hasattr(getattr(attack, "attack", None), "step_size"):
+            steps = max(passes // attack.cost(self.count), 1)
             attack = _changed(attack, step_size=2.5 * self.threat.eps / steps)
         return Budgeted(attack, max(passes, 1))
 
@@ -577,13 +596,14 @@ class Search:
             views = [one.attack for one in judged if one.attack.slopes or one.attack.enter]
             yield from self._of_few(views)
         stuck = not judged or judged[0].left > STUCK
-        few = self._steps and self.rugged  # then only what is cut off needs more
-        if stuck and learning and self.blocked and (self.cut or not few):
+        if stuck and learning and self.blocked and (self.cut or not self._few_only):
             yield from (replace(view, stand_in=learning) for view in self.learners)
-        if few:
+        if self._few_only:
             return
         if judged:
             yield from self._of_best([one.attack for one in judged])
+        if self.estimated and (stuck or self._lost):
+            yield self.estimated
         if stuck and self._scored and not (self.random or self.together):
             yield Square(self.threat)
 
@@ -608,6 +628,9 @@ class Search:
             objectives += [expected_dlr] if self.classes > 2 else []
         losses = [o for o in objectives if o is not best.attack.objective]
         tried = [_changed(best, objective=objective) for objective in losses]
+        if self.random and self._lost:
+            yield from (entry for entry in self.entries if entry not in ranked)
+            return
         yield from tried
         if self.random:  # its own noise smooths already
             yield _changed(best, draws=MORE_DRAWS * self.draws // DRAWS)
@@ -628,7 +651,8 @@ class Search:
         weights = [5 if more else 1 for more in costly]
         if self.random:
             weights = [(c.attack.draws or 1) // self.draws for c in candidates]  # type: ignore[attr-defined]
-            weights = [3 if _is_few(c) else w for c, w in zip(candidates, weights, strict=True)]
+            many = [_is_few(c) or bool(getattr(c, "pairs", 0)) for c in candidates]
+            weights = [3 if more else w for more, w in zip(many, weights, strict=True)]
         for weight, candidate in zip(weights, candidates, strict=True):
             share = weight * passes // sum(weights)
             attack, error = self._within(candidate, share - self._judging), ""
@@ -713,6 +737,7 @@ def in_words(attack: Any) -> str:
             before = "a learned stand-in" if attack.stand_in else "identity"
             parts += [f"{before} before {', '.join(attack.enter)}"] if attack.enter else []
             parts += [f"mean of {attack.copies} noisy copies"] if attack.copies else []
+            parts += ["slopes estimated from predictions"] if attack.pairs else []
         return "; ".join(parts)
     name, objective = type(attack).__name__, getattr(attack, "objective", None)
     if getattr(attack, "bisections", 0):

@@ -458,6 +458,8 @@ class SurrogateGradient(AttackDecorator):
         noise: standard deviation of noise on the image, in pixel units, over which gradients are
             averaged where they change from point to point.
         copies: noisy copies of the image; 0 takes the gradient at the image itself.
+        pairs: pairs of opposite points around the image, `noise` away in each pixel, from whose
+            predictions the gradient is estimated (NES, Ilyas et al. 2018); 0 asks the network's.
         draws_anew: whether the network draws noise of its own, so that no prediction is a proof.
         together: whether predictions depend on the batch, so that no image may leave it.
     """
@@ -468,6 +470,7 @@ class SurrogateGradient(AttackDecorator):
     stand_in: int = 0
     noise: float = 0.0
     copies: int = 0
+    pairs: int = 0
     draws_anew: bool = False
     together: bool = False
 
@@ -480,15 +483,20 @@ class SurrogateGradient(AttackDecorator):
             raise ValueError(f"a stand-in takes the place before one part, got enter={list(enter)}")
         if unknown := set(self.slopes) - set(get_args(Slope)):
             raise ValueError(f"slopes must be of {get_args(Slope)}, got {sorted(unknown)}")
-        at_least(0, copies=self.copies, stand_in=self.stand_in)
-        if self.noise < 0 or (self.noise > 0) != (self.copies > 0):
-            raise ValueError(f"give noise and copies, got {self.noise:g} and {self.copies}")
+        at_least(0, copies=self.copies, pairs=self.pairs, stand_in=self.stand_in)
+        if self.noise < 0 or (self.noise > 0) != (self.copies + self.pairs > 0):
+            given = f"{self.noise:g}, {self.copies} and {self.pairs}"
+            raise ValueError(f"give noise with copies or pairs, got {given}")
+        if self.pairs and (self.copies or self.stages or self.slopes or enter):
+            raise ValueError("pairs ask for no gradient: leave out slopes, stages, enter, copies")
 
     @property
     def batch_dependent(self) -> bool:  # type: ignore[override]
         return self.stand_in > 0
 
     def cost(self, count: PassCount) -> int:
+        if self.pairs:  # in place of a forward and a backward pass
+            return self.attack.cost(count) * (2 * self.pairs + 1) // 2
         # Each forward pass is one of the defense itself and one of each noisy copy.
         return self.attack.cost(count) * (self.copies + 1) + self.stand_in * count.networks
 
@@ -552,6 +560,8 @@ class SeenThrough(Defense):
         """Compute predictions and the surrogate's logits [1 + n, B, K]; sets their `weights`."""
         wanted = x.requires_grad and torch.is_grad_enabled()
         view, (low, high) = self.view, self.view.threat.bounds
+        if view.pairs:
+            return self._estimated(x, generator, wanted)
         with torch.enable_grad():
             inside = x if wanted else x.detach().requires_grad_()
             if view.copies:
@@ -571,6 +581,31 @@ class SeenThrough(Defense):
         shares = of_each.repeat((len(found) - 1) // len(of_each))
         self.weights = torch.cat([shares.new_zeros(1), shares / shares.sum()])
         return found if wanted else found.detach()
+
+    def _estimated(self, x: Tensor, generator: Generator, wanted: bool) -> Tensor:
+        """Return predictions and logits [2, B, K] with slopes from differences of logits."""
+        view, at = self.view, x.detach()
+        low, high = view.threat.bounds
+        values, slopes = [], []
+
+        def mean_logits(moved: Tensor) -> Tensor:
+            logits, weights = unwrapped(self.defense).sample_logits(moved, generator)
+            seen = as_seen(logits, weights, self.defense)
+            return torch.einsum("s,sbk->bk", weights.to(seen), seen)
+
+        with torch.no_grad():
+            decided = self.defense(at, generator)
+            for _ in range(view.pairs if wanted else 0):
+                step = view.noise * normal(x, *x.shape[1:], generator=generator).sign()
+                pair = [mean_logits((at + sign * step).clamp(low, high)) for sign in (1, -1)]
+                values += pair
+                slopes.append((pair[0] - pair[1], step / (2 * view.noise**2)))
+            mean = torch.stack(values or [mean_logits(at)]).mean(0)
+        for change, step in slopes:  # a slope, and no change of the value
+            along = ((x - at) * step).flatten(1).sum(1)
+            mean = mean + change * along[:, None] / view.pairs
+        self.weights = mean.new_tensor([0.0, 1.0])
+        return torch.stack([decided.to(mean), mean])
 
     def observed(
         self, x: Tensor, generator: Generator = None, draws: int | None = None

@@ -597,3 +597,62 @@ def test_operations_without_a_derivative():
     found = Auto(THREAT, PASSES).find(Single(net), x, y, seeded())
     assert "no gradient leads to the images" in found.findings
     assert right(Single(net), found.x_adv, y).mean() < 0.8
+
+
+def noisy(x):
+    return x + 0.05 * torch.randn_like(x)
+
+
+def purified(x):
+    """Descend to the nearest of eight levels, in so many steps that the slope explodes."""
+    x = noisy(x)
+    for _ in range(40):
+        x = x - 0.02 * torch.sin(16 * torch.pi * x)
+    return x
+
+
+class Levels(nn.Module):
+    """Activations are looked up in a table, by an operation that is not known by its name."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = trained_net(1)
+
+    def forward(self, x):
+        z = self.net.norm(self.net.conv(noisy(x))).relu().contiguous()
+        levels = torch.tensor([0.0, 0.4, 1.0, 2.0])
+        z = levels[torch.bucketize(z, (levels[1:] + levels[:-1]) / 2)]
+        return self.net.linear(z.flatten(1))
+
+
+@pytest.mark.parametrize(
+    ("net", "points"), [(Through(trained_net(1), before=purified), 0.1), (Levels(), 0.6)]
+)
+def test_what_hides_behind_noise_without_a_name(net, points):
+    """Slopes that mislead, or none, call for the identity and for slopes of predictions."""
+    x, y = images(IMAGES, seed=4)
+
+    def left(net):
+        found = Auto(THREAT, PASSES).find(Single(net.eval()), x, y, seeded())
+        torch.manual_seed(0)
+        each = [right(Single(net), found.x_adv, y) for _ in range(20)]
+        return torch.stack(each).mean().item()
+
+    assert left(net) <= left(Through(trained_net(1), before=noisy)) + points
+
+
+def test_slopes_estimated_from_predictions():
+    """Of a linear network they lead to the best corner; a network's gradient is not asked for."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(36, 2))
+    x, y = 0.2 + 0.6 * torch.rand(8, 1, 6, 6), torch.arange(8) % 2
+    other = net[1].weight[1 - y] - net[1].weight[y]  # [B, 36]
+    pgd = PGD(THREAT, 60, 0.01, objectives.expected_margin, momentum=(0.9,))
+    blind = Single(Through(net, after=lambda z: z.detach()))
+    attack = SurrogateGradient(pgd, pairs=10, noise=0.04, draws_anew=True)
+    moved = (attack(blind, x, y, seeded()) - x).flatten(1)
+    assert (moved * other).sum().item() > 0.9 * THREAT.eps * other.abs().sum().item()
+    with pytest.raises(ValueError, match="noise with copies or pairs"):
+        SurrogateGradient(pgd, pairs=3)
+    with pytest.raises(ValueError, match="pairs ask for no gradient"):
+        SurrogateGradient(pgd, pairs=3, noise=0.1, slopes=("rounding",))
