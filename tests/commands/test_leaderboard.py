@@ -95,6 +95,7 @@ def test_a_submission_is_ranked_beside_published_ones(board, content, tmp_path, 
     assert found["norms"] == content["norms"]
     out = capsys.readouterr().out
     assert "Smoothed with the seed of Smoothed (published)" in out and "1 of 2 submissions" in out
+    assert "BAT_1: another training of BAT, published" in out and "Smoothed (yours)" not in out
     tau = [re.search("tau.*", (f / "leaderboard.md").read_text()) for f in (board, mine)]
     assert str(tau[0]) == str(tau[1])  # trainings are paired as in one folder
     assert {one["folder"] for one in found["submissions"]} == {"BAT_0", "BAT_1", "Smoothed"}
@@ -174,6 +175,10 @@ FORGED = {
         lambda s: s["norms"]["l2"]["images"].update(worst=[float("nan")] * 30),
         "worst within l2 must be 30 numbers in [0, 1]",
     ),
+    "worst_alone": (
+        lambda s: s["norms"]["l2"]["images"].update(worst=[1.0] * 30, usual=[0.0] * 30),
+        "worst within l2 is above usual, one of its attacks",
+    ),
     "certified": (lambda s: s.update(certified=7.0), "certified must be in [0, 1], got 7.0"),
     "infinite": (lambda s: s.update(prediction=float("inf")), "Out of range float"),
     "list": (lambda s: s["norms"].update(l2=[]), "TypeError"),
@@ -181,7 +186,8 @@ FORGED = {
     "nan_unused": (lambda s: s["norms"]["l2"].update(more=float("nan")), "Out of range float"),
 }
 ABOUT = {
-    "no_name": ({"seed": 0, "training": 40}, "missing 1 required positional argument: 'name'"),
+    "no_name": ({"seed": 0, "training": 40}, "submission.yaml has no name"),
+    "training_text": ({"name": "t", "training": "many"}, "training must be a number of passes"),
     "name_list": ({"name": ["BAT"]}, "name must be of type str, got ['BAT']"),
     "training_nan": ({"name": "nan", "training": float("nan")}, "training must be a number"),
     "misspelt": (
@@ -229,7 +235,7 @@ def test_no_submission_stops_the_others(folder, capsys):
         said = [line for line in out.splitlines() if line.startswith(f"{name}: ")]
         assert any(reason in line for line in said), name
     assert "pipe: last.ckpt is no file" in out
-    assert "no_json: " in out and "\x1b" not in out
+    assert "no_json: scores.json is damaged" in out and "\x1b" not in out
     assert "<script>alert" not in (folder / "leaderboard.html").read_text()
     assert "<script>alert" not in (folder / "leaderboard.md").read_text()
 
@@ -239,9 +245,9 @@ def test_a_check_finds_what_is_cut_or_forged(folder, capsys):
     forge(folder / "Sees", lambda s: [one.update(findings=[]) for one in s["norms"].values()])
 
     def forged(scores):
-        worst = scores["norms"]["linf"]["images"]["worst"]
-        for place in [place for place, score in enumerate(worst) if score < 0.9][:5]:
-            worst[place] = 1.0
+        found = scores["norms"]["linf"]["images"]
+        for place in [place for place, score in enumerate(found["worst"]) if score < 0.9][:5]:
+            found["worst"][place] = found["usual"][place] = 1.0
 
     forge(folder / "BAT_1", forged)
     for name in ("BAT_0", "Smoothed"):

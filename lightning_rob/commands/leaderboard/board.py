@@ -38,6 +38,7 @@ from lightning_rob.evaluation.worst import WORST
 from lightning_rob.metrics import wilson_over_draws
 from lightning_rob.runtime.errors import InputError, is_of_shape, visible
 from lightning_rob.runtime.files import atomic_write_text
+from lightning_rob.runtime.identity import fingerprint
 from lightning_rob.threat import Threat
 
 HEADS = (
@@ -101,6 +102,7 @@ def run(
         try:
             defense = None if one.published else load(one.model)
             if defense:
+                weights = fingerprint(defense)
                 give_source(defense, data.labelled)
                 if config.evaluate and not one.scores:
                     print(visible(f"{one.folder.name}: attacking"), flush=True)
@@ -108,7 +110,7 @@ def run(
             # The scores are the submitter's: what needs no attack comes before some are repeated.
             one.check_scores(protocol, chosen)
             if defense:
-                one.check(protocol, defense, batches, config.check)
+                one.check(protocol, defense, weights, batches, config.check)
             for norm in protocol.radii if not one.reasons else ():
                 check_row(*rows([one], norm))
             if not one.reasons:
@@ -120,6 +122,10 @@ def run(
             one.reasons.append(reason(error, [*batches[0][0].shape[1:]]))
     if config.part is None:
         refuse_copies(found)
+        names = {one.name for one in published}
+        for one in own:
+            if one.name in names and not one.reasons:
+                print(visible(f"{one.folder.name}: another training of {one.name}, published"))
         found.sort(key=lambda one: (one.folder.name, one.published))  # as in one folder
     if config.part is not None:
         print_reasons(found)
@@ -136,9 +142,12 @@ def run(
     for norm, entries in ranked.items():
         print(f"Within {norm}: rank, worst accuracy in per cent and its 95 % interval")
         for row in entries:
-            mine = " (yours)" * (bool(published) and row["defense"] in {one.name for one in own})
+            ranked_own = {one.name for one in own if not one.reasons}
+            mine = " (yours)" * (bool(published) and row["defense"] in ranked_own)
             print(visible(f"  {cells(row)[0]:>8}  {cells(row)[5]:20}  {row['defense']}{mine}"))
     print(visible(f"Wrote {folder}/leaderboard.md, .html and .json"))
+    if not config.check:
+        print("The scores are as submitted: --check 50 attacks 50 images again")
     print_reasons(found)
     for kind, some in (("submissions", own), ("published scores", published)):
         if refused := sum(bool(one.reasons) for one in some):

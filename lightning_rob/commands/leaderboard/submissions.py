@@ -96,7 +96,9 @@ class Submission:
             if type(value := getattr(self, key)) is not kind:
                 raise ValueError(f"{key} must be of type {kind.__name__}, got {value!r}")
             str(value).encode()  # raises for a lone surrogate, which no file can hold
-        if self.training is not None and not 0 <= self.training < math.inf:  # NaN is not either
+        known = self.training is not None
+        number = isinstance(self.training, int | float)
+        if known and not (number and 0 <= self.training < math.inf):  # type: ignore[operator]
             raise ValueError(f"training must be a number of passes, got {self.training!r}")
 
     @classmethod
@@ -107,7 +109,7 @@ class Submission:
             if odd := [one for one in folder.iterdir() if not (one.is_file() or one.is_dir())]:
                 raise ValueError(f"{odd[0].name} is no file")  # to read a pipe never ends
             found = cls(folder, **_content(folder / "submission.yaml", cls))
-            found.scores = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+            found.scores = _scores(path) if path.is_file() else {}
         except (InputError, ValueError, TypeError, OSError, RecursionError) as error:
             found.reasons.append(visible(str(error)))
         return found
@@ -188,11 +190,21 @@ class Submission:
                         f"{name} within {norm} must be {len(index)} numbers in [0, 1]"
                     )
 
-    def check(self, protocol: Protocol, defense: Defense, batches: Batches, images: int) -> None:
-        """Find whether the scores are of this model; attack some images again if asked for."""
+    def check(
+        self, protocol: Protocol, defense: Defense, weights: str, batches: Batches, images: int
+    ) -> None:
+        """Find whether the scores are of these weights; attack some images again if asked for.
+
+        The weights are those before any prediction, which may change buffers.
+        """
         if not self.scores:
             return
-        if self.scores.get("weights") != fingerprint(defense):
+        for norm in () if defense.transductive else self.scores["norms"]:
+            found = self.scores["norms"][norm]
+            above = zip(found["images"][WORST], found["images"][USUAL], strict=False)
+            if not found["random"] and any(worst > usual + TIE for worst, usual in above):
+                self.reasons.append(f"{WORST} within {norm} is above {USUAL}, one of its attacks")
+        if self.scores.get("weights") != weights:
             self.reasons.append(OTHER)
         elif images and not self.reasons:
             for norm, eps in protocol.radii.items():
@@ -227,7 +239,8 @@ class Submission:
                 p = float(binom.sf(int(differ.sum()) - 1, len(order), ROUNDED))
             if p < DIFFERS:
                 accuracy = f"{before.mean():.1%} of the scores for {result.accuracy(name):.1%}"
-                self.reasons.append(f"{name} of {len(order)} images attacked again: {accuracy}")
+                where = f"{len(order)} images attacked again within {threat.norm}"
+                self.reasons.append(f"{name} of {where}: {accuracy}")
 
 
 def scored(
@@ -314,6 +327,15 @@ def read_published(path: Path) -> tuple[Protocol, list[Submission]]:
     return protocol, found
 
 
+def _scores(path: Path) -> Scores:
+    """Return the scores of a file."""
+    try:
+        return dict(json.loads(path.read_text("utf-8")))
+    except ValueError as error:
+        advice = "delete it and run with --evaluate"
+        raise InputError(f"{path.name} is damaged ({error}): {advice}") from error
+
+
 def _content(path: Path, kind: type[Protocol] | type[Submission]) -> Any:
     if not path.is_file():
         advice = "give the folder of a leaderboard, or --beside a published leaderboard.json"
@@ -322,4 +344,6 @@ def _content(path: Path, kind: type[Protocol] | type[Submission]) -> Any:
     known = {one.name for one in fields(kind) if one.init} - {"folder"}
     for key in content.keys() - known if isinstance(content, dict) else ():
         raise InputError(f"{path}: there is no key {key!r}{nearest(str(key), known)}")
+    if kind is Submission and isinstance(content, dict) and "name" not in content:
+        raise InputError(f"{path} has no name")
     return content
