@@ -648,7 +648,7 @@ def test_counts_lengths_and_norms_are_checked_as_an_attack_is_built(attack, kind
         (lambda: SGM(-1), "gamma must be in"),
         (lambda: LinBP(1.5), "start must be in"),
         (lambda: InsideBounds(0.7), "hair must be in"),
-        (lambda: SurrogateGradient(STEPS, noise=0.1), "give noise and copies"),
+        (lambda: SurrogateGradient(STEPS, noise=0.1), "give noise with copies or pairs"),
         (lambda: SurrogateGradient(STEPS, slopes=("round",)), r"slopes must be of .*'round'"),
         (lambda: PAA(FIXED, "SumP"), r"aggregate must be of \['MaxP'.*got 'SumP'"),
         (lambda: PGD(Threat(), 20, 2), r"a step of 2 crosses all images: did you mean 2/255"),
