@@ -33,7 +33,7 @@ def console_of(trainer: Trainer) -> Console:
     return console if isinstance(console, Console) else Console()
 
 
-def keeps_no_bar(trainer: Trainer) -> bool:
-    """Return whether a bar that the user wants leaves nothing, as in the log of a batch job."""
+def logs_to_file(trainer: Trainer) -> bool:
+    """Return whether the output is a file, in which a progress bar leaves nothing."""
     wanted = trainer.is_global_zero and trainer.progress_bar_callback is not None
     return wanted and not console_of(trainer).is_terminal

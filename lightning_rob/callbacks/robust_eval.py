@@ -15,7 +15,7 @@ from lightning_rob.attacks import Attack
 from lightning_rob.callbacks.base import EvaluationCallback, with_threat
 from lightning_rob.callbacks.images import Images, checkpoint_position
 from lightning_rob.callbacks.loggers import image_grid, log_picture, run_folder, writing_folder
-from lightning_rob.callbacks.progress import console_of, keeps_no_bar
+from lightning_rob.callbacks.progress import console_of, logs_to_file
 from lightning_rob.data.base import labelled_images
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.transductive import give_source
@@ -204,7 +204,7 @@ class RobustEval(EvaluationCallback):
         self.log_value(pl_module, f"{stage}/robust/blind", max(known, default=0.0))
         if not trainer.testing:  # a test prints them below its table
             warn_of(flagged.values())
-        if trainer.state.fn == "fit" and keeps_no_bar(trainer):
+        if trainer.state.fn == "fit" and logs_to_file(trainer):
             figures = ", ".join(f"{row.name} {100 * row.accuracy:.1f}" for row in self.results)
             print(f"Epoch {trainer.current_epoch}, accuracy in %: {figures}", flush=True)
         for callback in chain(*(evaluation.callbacks for evaluation in self.evaluations)):

@@ -626,9 +626,9 @@ class Levels(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("net", "points"), [(Through(trained_net(1), before=purified), 0.1), (Levels(), 0.6)]
+    ("made", "points"), [(lambda: Through(trained_net(1), before=purified), 0.1), (Levels, 0.6)]
 )
-def test_what_hides_behind_noise_without_a_name(net, points):
+def test_what_hides_behind_noise_without_a_name(made, points):
     """Slopes that mislead, or none, call for the identity and for slopes of predictions."""
     x, y = images(IMAGES, seed=4)
 
@@ -638,7 +638,7 @@ def test_what_hides_behind_noise_without_a_name(net, points):
         each = [right(Single(net), found.x_adv, y) for _ in range(20)]
         return torch.stack(each).mean().item()
 
-    assert left(net) <= left(Through(trained_net(1), before=noisy)) + points
+    assert left(made()) <= left(Through(trained_net(1), before=noisy)) + points
 
 
 def test_slopes_estimated_from_predictions():

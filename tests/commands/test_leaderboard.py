@@ -13,6 +13,7 @@ import yaml
 
 from lightning_rob.commands.leaderboard import submissions
 from lightning_rob.commands.leaderboard.ranks import agreement, difference, ranks
+from lightning_rob.defenses import Single
 from lightning_rob.recipes.shipped import shipped_folder
 from lightning_rob.threat import Threat
 from tests.pieces import spec
@@ -284,6 +285,14 @@ def test_each_check_chooses_other_images(monkeypatch):
             batches = [(torch.zeros(100, 1), index, index)]
             one._attack_again(None, protocol, Threat("l2", 1.0), batches, 20)
     assert seen[0] != seen[1] and len(seen[0]) == 20
+
+
+def test_timing_a_prediction_changes_no_buffer():
+    """BatchNorm in training mode counts batches: the scores would be of another model."""
+    net = torch.nn.Sequential(torch.nn.BatchNorm2d(1), torch.nn.Flatten(), torch.nn.Linear(4, 2))
+    defense = Single(net.train())
+    assert submissions.relative_time(defense, torch.rand(8, 1, 2, 2)) > 0
+    assert net[0].num_batches_tracked == 0
 
 
 WIDE, MANY = PROTOCOL | {"radii": {"linf": "wide"}}, PROTOCOL | {"images": 34}

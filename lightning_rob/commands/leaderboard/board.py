@@ -38,7 +38,6 @@ from lightning_rob.evaluation.worst import WORST
 from lightning_rob.metrics import wilson_over_draws
 from lightning_rob.runtime.errors import InputError, is_of_shape, visible
 from lightning_rob.runtime.files import atomic_write_text
-from lightning_rob.runtime.identity import fingerprint
 from lightning_rob.threat import Threat
 
 HEADS = (
@@ -102,7 +101,6 @@ def run(
         try:
             defense = None if one.published else load(one.model)
             if defense:
-                weights = fingerprint(defense)
                 give_source(defense, data.labelled)
                 if config.evaluate and not one.scores:
                     print(visible(f"{one.folder.name}: attacking"), flush=True)
@@ -110,7 +108,7 @@ def run(
             # The scores are the submitter's: what needs no attack comes before some are repeated.
             one.check_scores(protocol, chosen)
             if defense:
-                one.check(protocol, defense, weights, batches, config.check)
+                one.check(protocol, defense, batches, config.check)
             for norm in protocol.radii if not one.reasons else ():
                 check_row(*rows([one], norm))
             if not one.reasons:
@@ -139,10 +137,10 @@ def run(
     scores = [one.publish(protocol) for one in found if not one.reasons]
     content = {"protocol": asdict(protocol), "norms": ranked, "submissions": scores}
     atomic_write_text(folder / "leaderboard.json", json.dumps(content) + "\n")
+    ranked_own = {one.name for one in own if not one.reasons}
     for norm, entries in ranked.items():
         print(f"Within {norm}: rank, worst accuracy in per cent and its 95 % interval")
         for row in entries:
-            ranked_own = {one.name for one in own if not one.reasons}
             mine = " (yours)" * (bool(published) and row["defense"] in ranked_own)
             print(visible(f"  {cells(row)[0]:>8}  {cells(row)[5]:20}  {row['defense']}{mine}"))
     print(visible(f"Wrote {folder}/leaderboard.md, .html and .json"))

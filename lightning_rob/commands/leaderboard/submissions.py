@@ -4,6 +4,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -190,13 +191,8 @@ class Submission:
                         f"{name} within {norm} must be {len(index)} numbers in [0, 1]"
                     )
 
-    def check(
-        self, protocol: Protocol, defense: Defense, weights: str, batches: Batches, images: int
-    ) -> None:
-        """Find whether the scores are of these weights; attack some images again if asked for.
-
-        The weights are those before any prediction, which may change buffers.
-        """
+    def check(self, protocol: Protocol, defense: Defense, batches: Batches, images: int) -> None:
+        """Find whether the scores are of this model; attack some images again if asked for."""
         if not self.scores:
             return
         for norm in () if defense.transductive else self.scores["norms"]:
@@ -204,7 +200,7 @@ class Submission:
             above = zip(found["images"][WORST], found["images"][USUAL], strict=False)
             if not found["random"] and any(worst > usual + TIE for worst, usual in above):
                 self.reasons.append(f"{WORST} within {norm} is above {USUAL}, one of its attacks")
-        if self.scores.get("weights") != weights:
+        if self.scores.get("weights") != fingerprint(defense):
             self.reasons.append(OTHER)
         elif images and not self.reasons:
             for norm, eps in protocol.radii.items():
@@ -282,6 +278,7 @@ def some_of(batches: Batches, wanted: Tensor) -> Batches:
 
 def relative_time(defense: Defense, x: Tensor) -> float:
     """Return the time of a prediction in forward passes of one of its networks."""
+    defense = deepcopy(defense)  # a prediction may change buffers
     net = (defense.base_model if defense.transductive else defense).foldable_networks[0]
     works: tuple[Callable[[], object], ...] = (
         lambda: net(x[:TIMED]),
