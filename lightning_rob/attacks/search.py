@@ -21,8 +21,9 @@ from lightning_rob.attacks.folding import FoldingError
 from lightning_rob.attacks.gradient import ObjectiveGradient
 from lightning_rob.attacks.members import Best, Strongest
 from lightning_rob.attacks.pgd import PGD
+from lightning_rob.attacks.slopes import Slope
 from lightning_rob.attacks.square import Square
-from lightning_rob.attacks.surrogate import SeenThrough, Slope, SurrogateGradient, by_draw, sources
+from lightning_rob.attacks.surrogate import SeenThrough, SurrogateGradient, by_draw, sources
 from lightning_rob.defenses import Defense, Single
 from lightning_rob.defenses.per_image import restricted_to
 from lightning_rob.defenses.rejection import unwrapped
@@ -488,6 +489,8 @@ class Search:
         # Noise that hardly moves the logits would only keep a deterministic search away.
         # A network that draws one of two parts for a batch often draws the same again.
         change = max(float((self._logits(x) - logits).abs().max()) for _ in range(AGAIN))
+        unsure = (x + x.roll(1, 0)) / 2  # where noise moves votes that are sure of the images
+        change = max(change, float((self._logits(unsure) - self._logits(unsure)).abs().max()))
         # A shift of all logits decides nothing, and classes may be masked by -1e4.
         least = APART * float(spread(logits).max())
         self.random = change > least

@@ -4,18 +4,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Literal, Self, TypeGuard, get_args
+from typing import Any, Self, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
-from torch.nn.functional import interpolate, mse_loss, softmax
-from torch.overrides import TorchFunctionMode
+from torch.nn.functional import interpolate, mse_loss
 
 from lightning_rob.attacks.backward import ValueWithGradientOf
 from lightning_rob.attacks.budget import PassCount
 from lightning_rob.attacks.decorators import AttackDecorator
 from lightning_rob.attacks.sight import own_sight
+from lightning_rob.attacks.slopes import OtherSlopes, Slope
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.per_image import WholeBatch
 from lightning_rob.defenses.rejection import as_seen, unwrapped
@@ -111,20 +111,6 @@ def train_stand_in(
     return net.eval().requires_grad_(False)
 
 
-Slope = Literal["rounding", "detached", "saturating", "custom"]
-ROUNDS = {"round", "floor", "ceil", "trunc", "fix", "sign", "sgn", "heaviside", "bernoulli"}
-ROUNDS |= {"floor_divide", "__floordiv__"}
-REMAINS = {"remainder", "fmod", "frac", "__mod__"}  # what rounding takes away
-COMPARES = {"gt", "ge", "lt", "le", "greater", "greater_equal", "less", "less_equal"}
-# Operations on conditions and whole numbers as on other values.
-COMPUTES = {"mul", "add", "sub", "rsub", "__rsub__", "sum", "unsqueeze", "squeeze", "expand"}
-COMPUTES |= {"expand_as", "view", "reshape", "flatten", "permute", "transpose", "repeat"}
-NEGATES = {"logical_not", "bitwise_not", "__invert__"}
-JOINS = {"logical_and", "bitwise_and", "__and__"}
-CASTS = {"float", "double", "half", "bfloat16", "to", "type", "type_as", "div", "true_divide"}
-BOUNDS = {"clamp", "clip", "clamp_min", "clamp_max", "hardtanh", "relu6", "hardsigmoid"}
-SATURATES = BOUNDS | {"sigmoid", "tanh"}
-LEAVES_TORCH = {"numpy", "__array__", "tolist", "item"}
 AGREES = 0.6  # share of images for which values that stand for logits have the same largest one
 
 
@@ -142,214 +128,6 @@ class _Entering(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor, None]:
         return gradient if ctx.running else None, gradient, None
-
-
-def _hidden(value: Any) -> Tensor | None:
-    """Return what a value without a gradient was computed from, as far as that is known."""
-    return vars(value).get("hidden_source") if isinstance(value, Tensor) else None
-
-
-def _hiding(out: Tensor, source: Tensor) -> Tensor:
-    """Keep with a value without a gradient what it was computed from."""
-    vars(out)["hidden_source"] = source
-    return out
-
-
-class _Surrogate(TorchFunctionMode):
-    """Give operations other slopes, and keep the values that may be logits.
-
-    Values stay the same, bit by bit. Operations are known by their names, which are the same for
-    functions and methods; a name that ends in an underscore changes its input in place.
-    """
-
-    def __init__(self, slopes: Sequence[Slope], images: int) -> None:
-        super().__init__()
-        self.slopes = frozenset(slopes)
-        self.images = images
-        self.met: set[Slope] = set()  # slopes that would change something
-        self.values: list[Tensor] = []  # [n, B, K], [B, K] or [n B, K], in the order of the calls
-        self.gone: list[Tensor] = []  # batches that went to numpy
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name == "__get__" and func.__self__ is Tensor.data:
-            name = "detach"
-        if name in ("grad", "backward"):  # a purifier's, of values that the attack may climb too
-            return func(*args, **kwargs | {"retain_graph": True})
-        if name in ("_set_grad_enabled", "detach", "requires_grad_") or name in LEAVES_TORCH:
-            return self._detached(func, name, args, kwargs)
-        if self.gone:
-            args = tuple(map(self._returned, args))
-        plain = name if name.endswith("__") else name.removesuffix("_")
-        out = self._with_slope(func, plain, args, kwargs)
-        if isinstance(out, Tensor):
-            if self.gone:
-                vars(out)["known"] = True
-            # Logits of each image, or of some copies of it.
-            copies = out.dim() == 2 and len(out) and len(out) % self.images == 0
-            by_draws = out.dim() == 3 and self.images in out.shape[:2]
-            if (copies or by_draws) and _differentiated(out):
-                self.values.append(out)
-        return out
-
-    def _detached(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Let gradients pass where the network cuts them off."""
-        first = args[0]
-        cuts = first is False if name == "_set_grad_enabled" else _differentiated(first)
-        if not cuts:
-            return func(*args, **kwargs)
-        if name != "requires_grad_":
-            self.met.add("detached")
-        attached = "detached" in self.slopes
-        if name in LEAVES_TORCH:
-            if first.dim() > 1 and attached:
-                self.gone.append(first)
-            return func(first.detach(), *args[1:], **kwargs)
-        if not attached:
-            return func(*args, **kwargs)
-        if name == "_set_grad_enabled":
-            return None
-        if name == "requires_grad_":  # it is no leaf any more; loss.backward() may look for .grad
-            first.retain_grad()
-            return first
-        return first.clone()
-
-    def _returned(self, value: Any) -> Any:
-        """Return a batch that comes back from numpy in its shape, with the identity's slope."""
-        if isinstance(value, list | tuple):
-            parts = map(self._returned, value)
-            return list(parts) if isinstance(value, list) else tuple(parts)
-        if not isinstance(value, Tensor) or value.requires_grad or "known" in vars(value):
-            return value
-        alike = [one for one in self.gone if one.shape == value.shape]
-        if not (alike and value.is_floating_point()):
-            return value
-        # Of several networks, the output that came back as it went; else what went last.
-        same = (one for one in alike if torch.equal(one, value.to(one)))
-        gone = next(same, alike[-1])
-        return ValueWithGradientOf.apply(value.to(gone), gone)
-
-    def _with_slope(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        first: Any = args[0] if args else None
-        source = _hidden(first)
-        hidden = source is not None or any(_hidden(value) is not None for value in args[1:4])
-        if hidden and (other := _as_if_smooth(name, args, kwargs)) is not None:
-            with torch.no_grad():
-                copied = first.clone() if isinstance(first, Tensor) else first
-                out = func(copied, *args[1:], **kwargs)
-            out = copied if name == "__setitem__" else out
-            if not out.is_floating_point():
-                return _hiding(out, other)
-            out = ValueWithGradientOf.apply(out, other.to(out))
-            return first.copy_(out) if func.__name__ in ("__setitem__", f"{name}_") else out
-        if source is not None and (name in CASTS or name == "one_hot"):
-            out = func(*args, **kwargs)
-            source = softmax(source, -1) if name == "one_hot" else source
-            if not out.is_floating_point():
-                return _hiding(out, source)
-            return ValueWithGradientOf.apply(
-                out, (source / args[1] if "div" in name else source).to(out)
-            )
-        compared = name in COMPARES and any(_differentiated(value) for value in args[:2])
-        if not (_differentiated(first) or compared):
-            return func(*args, **kwargs)
-        rounded = name in ROUNDS | REMAINS or kwargs.get("rounding_mode") is not None
-        rounded |= compared or name in ("argmax", "argmin")
-        if rounded or name in SATURATES:
-            self.met.add("rounding" if rounded else "saturating")
-        if rounded and "rounding" in self.slopes:
-            return self._rounded(func, name, args, kwargs)
-        if name in SATURATES and "saturating" in self.slopes:
-            return self._through(func, args, kwargs, first)
-        out = func(*args, **kwargs)
-        if isinstance(out, Tensor) and not out.is_floating_point() and out.shape == first.shape:
-            self.met.add("rounding")  # a cast to whole numbers
-            return _hiding(out, first) if "rounding" in self.slopes else out
-        return out
-
-    def _rounded(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        first, second = args[0], args[1] if len(args) > 1 else None
-        if name in ("argmax", "argmin"):
-            dim = kwargs.get("dim", second)
-            out = func(*args, **kwargs)
-            first = first if name == "argmax" else -first
-            return out if dim is None else _hiding(out, first.movedim(dim, -1))
-        if name in REMAINS:
-            return self._through(func, args, kwargs, first.detach())
-        if name in COMPARES:
-            difference = first - second
-            return _hiding(func(*args, **kwargs), difference if name[0] == "g" else -difference)
-        divides = second is not None and ("div" in name or "rounding_mode" in kwargs)
-        return self._through(func, args, kwargs, first / second if divides else first)
-
-    def _through(self, func: Any, args: Any, kwargs: dict[str, Any], other: Tensor) -> Tensor:
-        """Return the operation's values with another slope, in place where it is in place."""
-        first = args[0]
-        with torch.no_grad():
-            value = func(first.detach().clone(), *args[1:], **kwargs)
-        out: Tensor = ValueWithGradientOf.apply(value, other)
-        name = func.__name__
-        return first.copy_(out) if name.endswith("_") and not name.endswith("__") else out
-
-
-def _soft(value: Any) -> Any:
-    """Return a condition or whole numbers as numbers, with the slope of what they come from."""
-    source = _hidden(value)
-    return value if source is None else ValueWithGradientOf.apply(value.to(source), source)
-
-
-def _as_if_smooth(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return what an operation on conditions or whole numbers gives if they have slopes; or None.
-
-    A choice between two values changes by their difference with its condition.
-    """
-    first: Any = args[0]
-    second: Any = args[1] if len(args) > 1 else None
-    if name in COMPUTES or (name == "__getitem__" and _hidden(first) is not None):
-        return getattr(Tensor, name)(*map(_soft, args), **kwargs)
-    if name in NEGATES:
-        return 1 - _soft(first)
-    if name in JOINS:
-        return _soft(first) * _soft(second)
-    if name in ("eq", "ne"):  # of two choices among classes
-        a, b = _hidden(first), _hidden(second)
-        if a is None or b is None or a.shape != b.shape or a.dim() != first.dim() + 1:
-            return None
-        same = (softmax(a, -1) * softmax(b, -1)).sum(-1)
-        return same if name == "eq" else 1 - same
-    if name == "where" and len(args) == 3:
-        # Also x.where(condition, other).
-        condition, a, b = args if _hidden(first) is not None else (second, first, args[2])
-    elif name in ("masked_fill", "__setitem__") and getattr(second, "shape", None) == first.shape:
-        condition, a, b = second, args[2], first
-    else:
-        return _looked_up(name, args)
-    if _hidden(condition) is None or (isinstance(a, Tensor) and a.dim() not in (0, b.dim())):
-        return None
-    taken = torch.where(condition, a, b)
-    zeros = torch.zeros_like(taken).detach()
-    return taken + _soft(condition) * ((zeros + a) - (zeros + b)).detach()
-
-
-def _looked_up(name: str, args: Any) -> Any:
-    """Return the mean of a table's rows, weighted by what chooses one of them; or None."""
-    places = {"embedding": (0, 1), "__getitem__": (1, 0), "index_select": (2, 0)}
-    if name not in places or len(args) <= max(places[name]):
-        return None
-    index, rows = (args[place] for place in places[name])
-    source: Any = _hidden(index)
-    if source is None or not (isinstance(rows, Tensor) and rows.dim() == 2):
-        return None
-    if source.shape[:-1] != index.shape or source.shape[-1] != len(rows):
-        return None
-    return softmax(source, -1).to(rows) @ rows
-
-
-def _differentiated(value: Any) -> TypeGuard[Tensor]:
-    return isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
 
 
 def by_draw(value: Tensor, images: int) -> Tensor:
@@ -447,9 +225,11 @@ class SurrogateGradient(AttackDecorator):
     Args:
         attack: a gradient attack on any objective, such as APGD.
         slopes: operations that get another slope. "rounding" (round, sign, argmax, comparisons,
-            whole numbers) passes gradients straight through, "detached" ignores detach, no_grad
-            and ways through numpy, "saturating" passes them through clamp, sigmoid and tanh,
-            "custom" through autograd functions of the network's own (BPDA, Athalye et al. 2018).
+            whole numbers) passes gradients straight through, and through what is looked up by
+            places of the largest or smallest values. "detached" ignores detach, no_grad and ways
+            through numpy, "saturating" passes them through clamp, sigmoid, tanh and a softmax that
+            picks one value, "custom" through autograd functions and hooks of the network's own
+            (BPDA, Athalye et al. 2018).
         stages: the objective's logits: places among the values [B, K] that the forward pass
             computes, as `Auto` finds them, such as those before a softmax. Empty: its output.
         enter: names of parts of the defense that take images; all before them is the identity.
@@ -611,7 +391,7 @@ class SeenThrough(Defense):
         self, x: Tensor, generator: Generator = None, draws: int | None = None
     ) -> "Observed":
         """Return what a forward pass of images x [B, …] that need a gradient shows."""
-        view, mode = self.view, _Surrogate(self.view.slopes, len(x))
+        view, mode = self.view, OtherSlopes(self.view.slopes, len(x))
         inner = unwrapped(self.defense)
         with all_at_once(), mode, entering(self.defense, view.enter, x, self.stand_in):
             output, weights = inner.sample_logits(x, generator, draws)

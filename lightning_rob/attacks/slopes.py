@@ -1,0 +1,356 @@
+"""Other slopes for operations of a forward pass whose values stay the same, bit by bit."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, Literal, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot, pad, softmax
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from lightning_rob.attacks.backward import ValueWithGradientOf
+
+Slope = Literal["rounding", "detached", "saturating", "custom"]
+ROUNDS = {"round", "floor", "ceil", "trunc", "fix", "sign", "sgn", "heaviside", "bernoulli"}
+ROUNDS |= {"floor_divide", "__floordiv__"}
+REMAINS = {"remainder", "fmod", "frac", "__mod__"}  # what rounding takes away
+COMPARES = {"gt", "ge", "lt", "le", "greater", "greater_equal", "less", "less_equal"}
+# Operations on conditions and whole numbers as on other values.
+SHAPES = {"unsqueeze", "squeeze", "expand", "expand_as", "view", "reshape", "flatten", "permute"}
+SHAPES |= {"transpose", "repeat"}
+COMPUTES = {"mul", "add", "sub", "rsub", "__rsub__", "sum", *SHAPES}
+CHOOSES = {"argmax", "max", "topk", "argmin", "min", "sort", "argsort"}
+DIRECTED = {"topk": "largest", "sort": "descending", "argsort": "descending"}
+LOOKS_UP = {"embedding": (0, 1), "__getitem__": (1, 0), "index_select": (2, 0), "gather": (2, 0)}
+NEGATES = {"logical_not", "bitwise_not", "__invert__"}
+JOINS = {"logical_and", "bitwise_and", "__and__"}
+UNITES = {"logical_or", "bitwise_or", "__or__"}
+CASTS = {"float", "double", "half", "bfloat16", "to", "type", "type_as", "div", "true_divide"}
+BOUNDS = {"clamp", "clip", "clamp_min", "clamp_max", "hardtanh", "relu6", "hardsigmoid"}
+SATURATES = BOUNDS | {"sigmoid", "tanh"}
+LEAVES_TORCH = {"numpy", "__array__", "tolist", "item"}
+NEAR = 16  # places that a choice is among, for the temperature of its slope
+STEEP = 20.0  # lead of the largest score, in the median, from which a softmax only picks
+
+
+def _hidden(value: Any) -> Tensor | None:
+    """Return what a value without a gradient was computed from, as far as that is known."""
+    return vars(value).get("hidden_source") if isinstance(value, Tensor) else None
+
+
+def _hiding(out: Tensor, source: Tensor) -> Tensor:
+    """Keep with a value without a gradient what it was computed from."""
+    vars(out)["hidden_source"] = source
+    return out
+
+
+class OtherSlopes(TorchFunctionMode):
+    """Give operations other slopes, and keep the values that may be logits.
+
+    Values stay the same, bit by bit. Operations are known by their names, which are the same for
+    functions and methods; a name that ends in an underscore changes its input in place.
+    """
+
+    def __init__(self, slopes: Sequence[Slope], images: int) -> None:
+        super().__init__()
+        self.slopes = frozenset(slopes)
+        self.images = images
+        self.met: set[Slope] = set()  # slopes that would change something
+        self.values: list[Tensor] = []  # [n, B, K], [B, K] or [n B, K], in the order of the calls
+        self.gone: list[Tensor] = []  # batches that went to numpy
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__get__" and func.__self__ is Tensor.data:
+            name = "detach"
+        if name in ("grad", "backward"):  # a purifier's, of values that the attack may climb too
+            return func(*args, **kwargs | {"retain_graph": True})
+        if name == "register_hook" and differentiated(args[0]):
+            self.met.add("custom")
+            left_out = "custom" in self.slopes
+            return RemovableHandle(OrderedDict()) if left_out else func(*args, **kwargs)
+        if name in ("_set_grad_enabled", "detach", "requires_grad_") or name in LEAVES_TORCH:
+            return self._detached(func, name, args, kwargs)
+        if self.gone:
+            args = tuple(map(self._returned, args))
+        plain = name if name.endswith("__") else name.removesuffix("_")
+        out = self._with_slope(func, plain, args, kwargs)
+        if isinstance(out, Tensor):
+            if self.gone:
+                vars(out)["known"] = True
+            # Logits of each image, or of some copies of it.
+            copies = out.dim() == 2 and len(out) and len(out) % self.images == 0
+            by_draws = out.dim() == 3 and self.images in out.shape[:2]
+            if (copies or by_draws) and differentiated(out):
+                self.values.append(out)
+        return out
+
+    def _detached(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Let gradients pass where the network cuts them off."""
+        first = args[0]
+        cuts = first is False if name == "_set_grad_enabled" else differentiated(first)
+        if not cuts:
+            return func(*args, **kwargs)
+        if name != "requires_grad_":
+            self.met.add("detached")
+        attached = "detached" in self.slopes
+        if name in LEAVES_TORCH:
+            if first.dim() > 1 and attached:
+                self.gone.append(first)
+            return func(first.detach(), *args[1:], **kwargs)
+        if not attached:
+            return func(*args, **kwargs)
+        if name == "_set_grad_enabled":
+            return None
+        if name == "requires_grad_":  # it is no leaf any more; loss.backward() may look for .grad
+            first.retain_grad()
+            return first
+        return first.clone()
+
+    def _returned(self, value: Any) -> Any:
+        """Return a batch that comes back from numpy in its shape, with the identity's slope."""
+        if isinstance(value, list | tuple):
+            parts = map(self._returned, value)
+            return list(parts) if isinstance(value, list) else tuple(parts)
+        if not isinstance(value, Tensor) or value.requires_grad or "known" in vars(value):
+            return value
+        alike = [one for one in self.gone if one.shape == value.shape]
+        if not (alike and value.is_floating_point()):
+            return value
+        # Of several networks, the output that came back as it went; else what went last.
+        same = (one for one in alike if torch.equal(one, value.to(one)))
+        gone = next(same, alike[-1])
+        return ValueWithGradientOf.apply(value.to(gone), gone)
+
+    def _with_slope(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        first: Any = args[1 if name == "searchsorted" else 0] if args else None
+        source = _hidden(first)
+        joined = first if name in ("stack", "cat", "concat") else ()
+        hidden = any(_hidden(value) is not None for value in (first, *args[1:4], *joined))
+        if hidden and "rounding" not in self.slopes:  # what was chosen by its place is used
+            self.met.add("rounding")
+            return func(*args, **kwargs)
+        if hidden and (other := _as_if_smooth(name, args, kwargs)) is not None:
+            with torch.no_grad():
+                copied = first.clone() if isinstance(first, Tensor) else first
+                out = func(copied, *args[1:], **kwargs)
+            out = copied if name == "__setitem__" else out
+            if name == "mode":
+                _hiding(out[0], other)
+                return out
+            if not out.is_floating_point():
+                return _hiding(out, other)
+            out = ValueWithGradientOf.apply(out, other.to(out))
+            return first.copy_(out) if func.__name__ in ("__setitem__", f"{name}_") else out
+        if source is not None and name in CASTS:
+            out = func(*args, **kwargs)
+            if not out.is_floating_point():
+                return _hiding(out, source)
+            source = _soft(first)
+            return ValueWithGradientOf.apply(
+                out, (source / args[1] if "div" in name else source).to(out)
+            )
+        compared = name in COMPARES and any(differentiated(value) for value in args[:2])
+        if not (differentiated(first) or compared):
+            return func(*args, **kwargs)
+        rounded = name in ROUNDS | REMAINS or kwargs.get("rounding_mode") is not None
+        rounded |= compared
+        if name in CHOOSES and (len(args) > 1 or kwargs):
+            return self._chosen(func, name, args, kwargs)
+        steep = _steepness(args, kwargs) if name == "softmax" else None
+        if rounded or name in SATURATES or steep is not None:
+            self.met.add("rounding" if rounded else "saturating")
+        if rounded and "rounding" in self.slopes:
+            return self._rounded(func, name, args, kwargs)
+        if name in SATURATES and "saturating" in self.slopes:
+            return self._through(func, args, kwargs, first)
+        if steep is not None and "saturating" in self.slopes:
+            return self._through(func, args, kwargs, func(first / steep, *args[1:], **kwargs))
+        out = func(*args, **kwargs)
+        if isinstance(out, Tensor) and not out.is_floating_point() and out.shape == first.shape:
+            self.met.add("rounding")  # a cast to whole numbers
+            return _hiding(out, first) if "rounding" in self.slopes else out
+        return out
+
+    def _chosen(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Keep with the places of the largest or smallest values how likely each place is."""
+        first, out = args[0], func(*args, **kwargs)
+        index = out if isinstance(out, Tensor) else out[1]
+        if index.is_floating_point() or not index.dim():
+            return out  # the larger one of two tensors
+        at = 2 if name == "topk" else 1
+        dim = kwargs.get("dim", args[at] if len(args) > at else -1)
+        largest = name in ("argmax", "max", "topk")
+        if name in DIRECTED:
+            largest = kwargs.get(DIRECTED[name], args[at + 1] if len(args) > at + 1 else largest)
+        if "rounding" in self.slopes:
+            _hiding(index, _choice(first if largest else -first, index, dim % first.dim()))
+        else:
+            _hiding(index, first)
+        return out
+
+    def _rounded(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        first, second = args[0], args[1] if len(args) > 1 else None
+        if name in REMAINS:
+            return self._through(func, args, kwargs, first.detach())
+        if name in COMPARES:
+            difference = first - second
+            return _hiding(func(*args, **kwargs), difference if name[0] == "g" else -difference)
+        divides = second is not None and ("div" in name or "rounding_mode" in kwargs)
+        return self._through(func, args, kwargs, first / second if divides else first)
+
+    def _through(self, func: Any, args: Any, kwargs: dict[str, Any], other: Tensor) -> Tensor:
+        """Return the operation's values with another slope, in place where it is in place."""
+        first = args[0]
+        with torch.no_grad():
+            value = func(first.detach().clone(), *args[1:], **kwargs)
+        out: Tensor = ValueWithGradientOf.apply(value, other)
+        name = func.__name__
+        return first.copy_(out) if name.endswith("_") and not name.endswith("__") else out
+
+
+def _choice(scores: Tensor, index: Tensor, dim: int) -> Tensor:
+    """Return how likely each place [*index.shape, N] is the one with the largest score.
+
+    Softmax, at a temperature of half the lead of the first place over the last of the next ones.
+    """
+    places = scores.shape[dim]
+    moved = scores.movedim(dim, -1)
+    if not places:
+        return moved
+    best = moved.detach().topk(min(NEAR, places)).values
+    lead = (best[..., :1] - best[..., -1:]) / 2
+    likely = softmax(moved / lead.clamp_min(torch.finfo(lead.dtype).tiny ** 0.5), -1)
+    if index.dim() == scores.dim():
+        likely = likely.unsqueeze(dim).expand(*index.shape, places)
+    return likely
+
+
+def _steepness(args: Any, kwargs: dict[str, Any]) -> Tensor | None:
+    """Return the temperature at which a softmax that picks one value has a slope; else None."""
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    if dim is None or args[0].shape[dim] < 2:
+        return None
+    lead = -args[0].detach().topk(2, dim).values.diff(dim=dim)
+    return (lead / 2).clamp_min(1) if float(lead.median()) > STEEP else None
+
+
+def _is_choice(value: Tensor, source: Tensor) -> bool:
+    return source.dim() == value.dim() + 1
+
+
+def _soft(value: Any) -> Any:
+    """Return a condition or whole numbers as numbers, with the slope of what they come from."""
+    source = _hidden(value)
+    if source is None:
+        return value
+    if _is_choice(value, source):
+        source = source @ torch.arange(source.shape[-1]).to(source)
+    return ValueWithGradientOf.apply(value.to(source), source)
+
+
+def _as_if_smooth(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Return what an operation on conditions or whole numbers gives if they have slopes; or None.
+
+    A choice between two values changes by their difference with its condition.
+    """
+    first: Any = args[0]
+    second: Any = args[1] if len(args) > 1 else None
+    source: Any = _hidden(first)
+    if source is not None and _is_choice(first, source) and name in ("__getitem__", *SHAPES):
+        if name == "__getitem__":
+            return source[(*second, slice(None)) if isinstance(second, tuple) else second]
+        places = torch.arange(first.numel(), device=first.device).view(first.shape)
+        return source.flatten(0, -2)[getattr(Tensor, name)(places, *args[1:], **kwargs)]
+    if isinstance(first, list | tuple):
+        return getattr(torch, name)([*map(_soft, first)], *args[1:], **kwargs)
+    if name in COMPUTES or (name == "__getitem__" and source is not None):
+        return getattr(Tensor, name)(*map(_soft, args), **kwargs)
+    if name in NEGATES:
+        return 1 - _soft(first)
+    if name in UNITES:
+        return 1 - (1 - _soft(first)) * (1 - _soft(second))
+    if name in JOINS:
+        return _soft(first) * _soft(second)
+    if name in ("eq", "__eq__", "ne"):
+        if source is None:
+            first, second, source = second, first, _hidden(second)
+        if not _is_choice(first, source):
+            return None
+        other = _hidden(second)
+        if other is None:  # whether a given place was chosen
+            given = torch.as_tensor(second, device=first.device).long()[..., None]
+            places = torch.arange(source.shape[-1], device=first.device)
+            other = (given == places).to(source)
+        same = (source * other).sum(-1)
+        return 1 - same if name == "ne" else same
+    if name == "scatter_add" and first.dim() == 2 and args[1] in (1, -1):
+        likely: Any = _hidden(args[2])
+        likely = pad(likely, (0, max(first.shape[1] - likely.shape[-1], 0)))
+        return first + torch.einsum("bkn,bk->bn", likely, args[3].to(likely))
+    if name == "where" and len(args) == 3:
+        # Also x.where(condition, other).
+        condition, a, b = args if source is not None else (second, first, args[2])
+    elif name in ("masked_fill", "__setitem__") and getattr(second, "shape", None) == first.shape:
+        condition, a, b = second, args[2], first
+    else:
+        return _looked_up(name, args, kwargs)
+    if _hidden(condition) is None or (isinstance(a, Tensor) and a.dim() not in (0, b.dim())):
+        return None
+    taken = torch.where(condition, a, b)
+    zeros = torch.zeros_like(taken).detach()
+    return taken + _soft(condition) * ((zeros + a) - (zeros + b)).detach()
+
+
+def _looked_up(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Return what rows of a table that are chosen become if the choice has a slope; or None.
+
+    Their mean by how likely each of them is. By whole numbers that come from rounding, the row
+    changes by the mean difference to its neighbors.
+    """
+    first, source = args[0], _hidden(args[0])
+    if name == "mode" and source is not None and _is_choice(first, source):
+        return source.mean(args[1] if len(args) > 1 else kwargs.get("dim", first.dim() - 1))
+    if name == "one_hot":
+        classes = kwargs.get("num_classes", args[1] if len(args) > 1 else -1)
+        classes = classes if classes > 0 else int(first.max()) + 1
+        index, rows = first, torch.eye(classes, device=first.device)
+    elif name in LOOKS_UP and len(args) > max(LOOKS_UP[name]):
+        index, rows = (args[place] for place in LOOKS_UP[name])
+        source = _hidden(index)
+    else:
+        return None
+    if source is None or not isinstance(rows, Tensor) or index.dtype == torch.bool:
+        return None
+    if _is_choice(index, source):
+        along = rows.dim() - 1 if name == "gather" else 0
+        if name == "gather" and args[1] % rows.dim() != along:
+            return None
+        if name == "one_hot":  # of labels, as many as were met
+            rows = rows[: source.shape[-1]]
+        elif not rows.is_floating_point() and (name == "gather" or rows.dim() == 1):
+            rows = one_hot(rows.long(), int(rows.max()) + 1)  # labels
+        if rows.shape[along] != source.shape[-1]:
+            return None
+        rows = rows.to(source)
+        if name != "gather":
+            return torch.tensordot(source, rows, 1)
+        return source @ rows if rows.dim() > index.dim() else (source @ rows[..., None])[..., 0]
+    if name == "gather" or source.shape != index.shape:
+        return None
+    step = source.detach() - source.detach().mean()
+    width = step.square().sum() / (step * index).sum()  # of a whole number
+    up, down = ((index + 1).clamp(max=len(rows) - 1), (index - 1).clamp(min=0))
+    each = (*source.shape, *[1] * (rows.dim() - 1))
+    change = (rows[up].to(source) - rows[down].to(source)) / ((up - down) * width).view(each)
+    return source.view(each) * change.nan_to_num(0, 0, 0)
+
+
+def differentiated(value: Any) -> TypeGuard[Tensor]:
+    """Return whether gradients of a value are asked for."""
+    return isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
