@@ -73,7 +73,7 @@ def test_the_table(board, capsys):
     assert rows["BAT"]["known_noise"] <= rows["BAT"]["worst"] + 1e-9
     assert 0 < rows["Smoothed"]["certified"] <= rows["Smoothed"]["worst"]
     assert rows["Smoothed"]["prediction"] > 2 > 0 < rows["BAT"]["prediction"]
-    assert "Sees: severe findings within linf" in out
+    assert "Sees: severe findings within linf: gradients_seen: " in out
     page = (board / "leaderboard.html").read_text()
     assert "Without a rank" in page and "<script>" in page
 
@@ -225,6 +225,7 @@ def test_no_submission_stops_the_others(folder, capsys):
     narrow = torch.load(folder / "BAT_0/last.ckpt", weights_only=True)
     narrow["state_dict"] = {k: v[:2] if v.dim() else v for k, v in narrow["state_dict"].items()}
     torch.save(narrow, folder / "narrow/last.ckpt")
+    shutil.copytree(folder / "BAT_0", folder / "bare", ignore=lambda *_: ["submission.yaml"])
     content = told(folder, "--evaluate")
     out = capsys.readouterr().out
     assert "shape: the network does not take the protocol's images, [C, H, W] = [3, 8, 8]" in out
@@ -236,6 +237,7 @@ def test_no_submission_stops_the_others(folder, capsys):
         said = [line for line in out.splitlines() if line.startswith(f"{name}: ")]
         assert any(reason in line for line in said), name
     assert "pipe: last.ckpt is no file" in out
+    assert "bare: a model without a submission.yaml, passed over" in out
     assert "no_json: scores.json is damaged" in out and "\x1b" not in out
     assert "<script>alert" not in (folder / "leaderboard.html").read_text()
     assert "<script>alert" not in (folder / "leaderboard.md").read_text()

@@ -82,6 +82,9 @@ def run(
         protocol = read_protocol(folder)
     own = [Submission.read(path.parent) for path in sorted(folder.glob("*/submission.yaml"))]
     found = [*published, *own]  # a copy of what is published gets no rank
+    for path in sorted(folder.glob("*/last.ckpt")) + sorted(folder.glob("*/model.safetensors")):
+        if not path.with_name("submission.yaml").exists():
+            print(visible(f"{path.parent.name}: a model without a submission.yaml, passed over"))
     if not own:
         raise InputError(f"{folder} has no folder with a submission.yaml")
     data = build(protocol.data)

@@ -207,8 +207,9 @@ class Submission:
                 self._attack_again(defense, protocol, Threat(norm, eps), batches, images)
 
     def _refuse_severe(self, where: str, findings: Sequence[Sequence[str]]) -> None:
-        if severe := sorted({name for severity, name, _ in findings if severity == "severe"}):
-            self.reasons.append(f"severe findings {where}: {', '.join(severe)}")
+        if severe := {name: text for severity, name, text in findings if severity == "severe"}:
+            texts = "; ".join(f"{name}: {text}" for name, text in sorted(severe.items()))
+            self.reasons.append(f"severe findings {where}: {texts}")
 
     def _attack_again(
         self, defense: Defense, protocol: Protocol, threat: Threat, batches: Batches, images: int
