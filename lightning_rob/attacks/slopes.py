@@ -1,7 +1,7 @@
 """Other slopes for operations of a forward pass whose values stay the same, bit by bit."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeGuard
 
 import torch
@@ -139,10 +139,10 @@ class OtherSlopes(TorchFunctionMode):
             with torch.no_grad():
                 copied = first.clone() if isinstance(first, Tensor) else first
                 out = func(copied, *args[1:], **kwargs)
-            out = copied if name == "__setitem__" else out
             if name == "mode":
                 _hiding(out[0], other)
                 return out
+            out = copied if name == "__setitem__" else out
             if not out.is_floating_point():
                 return _hiding(out, other)
             out = ValueWithGradientOf.apply(out, other.to(out))
@@ -240,8 +240,10 @@ def _steepness(args: Any, kwargs: dict[str, Any]) -> Tensor | None:
     return (lead / 2).clamp_min(1) if float(lead.median()) > STEEP else None
 
 
-def _is_choice(value: Tensor, source: Tensor) -> bool:
-    return source.dim() == value.dim() + 1
+def _likely(value: Any) -> Tensor | None:
+    """Return how likely each place [*value.shape, N] was chosen; None for other values."""
+    source = _hidden(value)
+    return source if source is not None and source.dim() == value.dim() + 1 else None
 
 
 def _soft(value: Any) -> Any:
@@ -249,7 +251,7 @@ def _soft(value: Any) -> Any:
     source = _hidden(value)
     if source is None:
         return value
-    if _is_choice(value, source):
+    if _likely(value) is not None:
         source = source @ torch.arange(source.shape[-1]).to(source)
     return ValueWithGradientOf.apply(value.to(source), source)
 
@@ -261,15 +263,17 @@ def _as_if_smooth(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     """
     first: Any = args[0]
     second: Any = args[1] if len(args) > 1 else None
-    source: Any = _hidden(first)
-    if source is not None and _is_choice(first, source) and name in ("__getitem__", *SHAPES):
-        if name == "__getitem__":
-            return source[(*second, slice(None)) if isinstance(second, tuple) else second]
-        places = torch.arange(first.numel(), device=first.device).view(first.shape)
-        return source.flatten(0, -2)[getattr(Tensor, name)(places, *args[1:], **kwargs)]
+    try:
+        found = _of_places(name, args, kwargs)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, TypeError, IndexError):  # in a form that is not known
+        return None
+    if found is not None:
+        return found
     if isinstance(first, list | tuple):
         return getattr(torch, name)([*map(_soft, first)], *args[1:], **kwargs)
-    if name in COMPUTES or (name == "__getitem__" and source is not None):
+    if name in COMPUTES or (name == "__getitem__" and _hidden(first) is not None):
         return getattr(Tensor, name)(*map(_soft, args), **kwargs)
     if name in NEGATES:
         return 1 - _soft(first)
@@ -277,29 +281,13 @@ def _as_if_smooth(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         return 1 - (1 - _soft(first)) * (1 - _soft(second))
     if name in JOINS:
         return _soft(first) * _soft(second)
-    if name in ("eq", "__eq__", "ne"):
-        if source is None:
-            first, second, source = second, first, _hidden(second)
-        if not _is_choice(first, source):
-            return None
-        other = _hidden(second)
-        if other is None:  # whether a given place was chosen
-            given = torch.as_tensor(second, device=first.device).long()[..., None]
-            places = torch.arange(source.shape[-1], device=first.device)
-            other = (given == places).to(source)
-        same = (source * other).sum(-1)
-        return 1 - same if name == "ne" else same
-    if name == "scatter_add" and first.dim() == 2 and args[1] in (1, -1):
-        likely: Any = _hidden(args[2])
-        likely = pad(likely, (0, max(first.shape[1] - likely.shape[-1], 0)))
-        return first + torch.einsum("bkn,bk->bn", likely, args[3].to(likely))
     if name == "where" and len(args) == 3:
         # Also x.where(condition, other).
-        condition, a, b = args if source is not None else (second, first, args[2])
+        condition, a, b = args if _hidden(first) is not None else (second, first, args[2])
     elif name in ("masked_fill", "__setitem__") and getattr(second, "shape", None) == first.shape:
         condition, a, b = second, args[2], first
     else:
-        return _looked_up(name, args, kwargs)
+        return None
     if _hidden(condition) is None or (isinstance(a, Tensor) and a.dim() not in (0, b.dim())):
         return None
     taken = torch.where(condition, a, b)
@@ -307,47 +295,84 @@ def _as_if_smooth(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     return taken + _soft(condition) * ((zeros + a) - (zeros + b)).detach()
 
 
-def _looked_up(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return what rows of a table that are chosen become if the choice has a slope; or None.
+def _of_places(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Return what an operation on places that were chosen gives if the choice has a slope; or None.
 
-    Their mean by how likely each of them is. By whole numbers that come from rounding, the row
-    changes by the mean difference to its neighbors.
+    The probability of each place takes the place of its number.
     """
-    first, source = args[0], _hidden(args[0])
-    if name == "mode" and source is not None and _is_choice(first, source):
-        return source.mean(args[1] if len(args) > 1 else kwargs.get("dim", first.dim() - 1))
-    if name == "one_hot":
-        classes = kwargs.get("num_classes", args[1] if len(args) > 1 else -1)
-        classes = classes if classes > 0 else int(first.max()) + 1
-        index, rows = first, torch.eye(classes, device=first.device)
-    elif name in LOOKS_UP and len(args) > max(LOOKS_UP[name]):
+    first, second = args[0], args[1] if len(args) > 1 else None
+    if name in ("eq", "__eq__", "ne"):
+        first, second = (second, first) if _likely(first) is None else (first, second)
+        if (likely := _likely(first)) is None:
+            return None
+        if (other := _likely(second)) is None:  # whether a given place was chosen
+            places = torch.arange(likely.shape[-1], device=likely.device)
+            other = torch.as_tensor(second, device=likely.device)[..., None] == places
+        same = (likely * other).sum(-1)
+        return 1 - same if name == "ne" else same
+    if name == "scatter_add" and first.dim() == 2 and args[1] in (1, -1):
+        likely = _padded(_likely(args[2]), first.shape[1])
+        return first + torch.einsum("bkn,bk->bn", likely, args[3].to(likely))
+    if name in LOOKS_UP and len(args) > max(LOOKS_UP[name]):
         index, rows = (args[place] for place in LOOKS_UP[name])
-        source = _hidden(index)
-    else:
+        if _hidden(index) is not None:
+            return _looked_up(index, rows, args[1] if name == "gather" else None)
+    if name == "one_hot" and _hidden(first) is not None:
+        classes = kwargs.get("num_classes", -1 if second is None else second)
+        classes = classes if classes > 0 else int(first.max()) + 1
+        if (likely := _likely(first)) is None:
+            return _by_steps(first, classes, lambda index: one_hot(index, classes))
+        return _padded(likely, classes)
+    if (likely := _likely(first)) is None:
         return None
-    if source is None or not isinstance(rows, Tensor) or index.dtype == torch.bool:
+    if name == "mode":
+        return likely.mean(kwargs.get("dim", first.dim() - 1 if second is None else second))
+    if name == "__getitem__":
+        return likely[(*second, slice(None)) if isinstance(second, tuple) else second]
+    if name in SHAPES:
+        places = torch.arange(first.numel(), device=first.device).view(first.shape)
+        return likely.flatten(0, -2)[getattr(Tensor, name)(places, *args[1:], **kwargs)]
+    return None
+
+
+def _padded(likely: Any, places: int) -> Tensor:
+    return pad(likely, (0, places - likely.shape[-1]))
+
+
+def _looked_up(index: Any, rows: Any, dim: int | None) -> Any:
+    """Return what rows [N, …] of a table become if the choice of them has a slope; or None.
+
+    Their mean by how likely each of them is. `dim` is that of `gather`, which has a table for each
+    image.
+    """
+    if not isinstance(rows, Tensor) or index.dtype == torch.bool:
         return None
-    if _is_choice(index, source):
-        along = rows.dim() - 1 if name == "gather" else 0
-        if name == "gather" and args[1] % rows.dim() != along:
-            return None
-        if name == "one_hot":  # of labels, as many as were met
-            rows = rows[: source.shape[-1]]
-        elif not rows.is_floating_point() and (name == "gather" or rows.dim() == 1):
-            rows = one_hot(rows.long(), int(rows.max()) + 1)  # labels
-        if rows.shape[along] != source.shape[-1]:
-            return None
-        rows = rows.to(source)
-        if name != "gather":
-            return torch.tensordot(source, rows, 1)
-        return source @ rows if rows.dim() > index.dim() else (source @ rows[..., None])[..., 0]
-    if name == "gather" or source.shape != index.shape:
+    if (likely := _likely(index)) is None:
+        return _by_steps(index, len(rows), rows.__getitem__) if dim is None else None
+    if not rows.is_floating_point() and (dim is not None or rows.dim() == 1):  # labels
+        rows = one_hot(rows.long(), int(rows.max()) + 1)
+    rows = rows.to(likely)
+    if dim is None:
+        return torch.tensordot(likely, rows, 1)
+    if dim % index.dim() != index.dim() - 1:
+        return None
+    return likely @ rows if rows.dim() > index.dim() else (likely @ rows[..., None])[..., 0]
+
+
+def _by_steps(index: Tensor, count: int, rows: Callable[[Tensor], Tensor]) -> Any:
+    """Return rows with the slope of whole numbers that come from rounding; None for others.
+
+    The row changes by the mean difference to its neighbors.
+    """
+    source: Any = _hidden(index)
+    if source.shape != index.shape:
         return None
     step = source.detach() - source.detach().mean()
     width = step.square().sum() / (step * index).sum()  # of a whole number
-    up, down = ((index + 1).clamp(max=len(rows) - 1), (index - 1).clamp(min=0))
-    each = (*source.shape, *[1] * (rows.dim() - 1))
-    change = (rows[up].to(source) - rows[down].to(source)) / ((up - down) * width).view(each)
+    up, down = (index + 1).clamp(max=count - 1), (index - 1).clamp(min=0)
+    change = (rows(up) - rows(down)).to(source)
+    each = (*source.shape, *[1] * (change.dim() - source.dim()))
+    change = change / ((up - down) * width).view(each)
     return source.view(each) * change.nan_to_num(0, 0, 0)
 
 
