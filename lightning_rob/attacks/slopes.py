@@ -28,8 +28,14 @@ NEGATES = {"logical_not", "bitwise_not", "__invert__"}
 JOINS = {"logical_and", "bitwise_and", "__and__"}
 UNITES = {"logical_or", "bitwise_or", "__or__"}
 CASTS = {"float", "double", "half", "bfloat16", "to", "type", "type_as", "div", "true_divide"}
+CASTS |= {"long", "int", "short", "byte", "clone", "contiguous", "cpu", "cuda"}
 BOUNDS = {"clamp", "clip", "clamp_min", "clamp_max", "hardtanh", "relu6", "hardsigmoid"}
-SATURATES = BOUNDS | {"sigmoid", "tanh"}
+SATURATES = BOUNDS | {"sigmoid", "tanh", "erf", "softsign"}
+# Of whole numbers: what only bounds them, and what divides or multiplies them.
+LIMITS = BOUNDS | {"minimum", "maximum"}
+SHIFTS = {"__rshift__": -1, "bitwise_right_shift": -1, "__lshift__": 1, "bitwise_left_shift": 1}
+EQUALS = {"eq", "__eq__", "ne"}
+ITERATES = {"__iter__", "unbind"}
 LEAVES_TORCH = {"numpy", "__array__", "tolist", "item"}
 NEAR = 16  # places that a choice is among, for the temperature of its slope
 STEEP = 20.0  # lead of the largest score, in the median, from which a softmax only picks
@@ -131,6 +137,7 @@ class OtherSlopes(TorchFunctionMode):
         first: Any = args[1 if name == "searchsorted" else 0] if args else None
         source = _hidden(first)
         joined = first if name in ("stack", "cat", "concat") else ()
+        joined = args[1] if name == "index_put" else joined
         hidden = any(_hidden(value) is not None for value in (first, *args[1:4], *joined))
         if hidden and "rounding" not in self.slopes:  # what was chosen by its place is used
             self.met.add("rounding")
@@ -142,6 +149,9 @@ class OtherSlopes(TorchFunctionMode):
             if name == "mode":
                 _hiding(out[0], other)
                 return out
+            if name in ITERATES:
+                each = [*map(_hiding, out, other)]
+                return tuple(each) if name == "unbind" else iter(each)
             out = copied if name == "__setitem__" else out
             if not out.is_floating_point():
                 return _hiding(out, other)
@@ -155,14 +165,14 @@ class OtherSlopes(TorchFunctionMode):
             return ValueWithGradientOf.apply(
                 out, (source / args[1] if "div" in name else source).to(out)
             )
-        compared = name in COMPARES and any(differentiated(value) for value in args[:2])
+        compared = name in COMPARES | EQUALS and any(map(differentiated, args[:2]))
         if not (differentiated(first) or compared):
             return func(*args, **kwargs)
         rounded = name in ROUNDS | REMAINS or kwargs.get("rounding_mode") is not None
         rounded |= compared
-        if name in CHOOSES and (len(args) > 1 or kwargs):
+        if name in CHOOSES and (len(args) > 1 or kwargs or "sort" in name):
             return self._chosen(func, name, args, kwargs)
-        steep = _steepness(args, kwargs) if name == "softmax" else None
+        steep = _steepness(args, kwargs) if "softmax" in name else None
         if rounded or name in SATURATES or steep is not None:
             self.met.add("rounding" if rounded else "saturating")
         if rounded and "rounding" in self.slopes:
@@ -198,9 +208,8 @@ class OtherSlopes(TorchFunctionMode):
         first, second = args[0], args[1] if len(args) > 1 else None
         if name in REMAINS:
             return self._through(func, args, kwargs, first.detach())
-        if name in COMPARES:
-            difference = first - second
-            return _hiding(func(*args, **kwargs), difference if name[0] == "g" else -difference)
+        if name in COMPARES | EQUALS:
+            return _hiding(func(*args, **kwargs), _difference(name, first, second))
         divides = second is not None and ("div" in name or "rounding_mode" in kwargs)
         return self._through(func, args, kwargs, first / second if divides else first)
 
@@ -240,6 +249,14 @@ def _steepness(args: Any, kwargs: dict[str, Any]) -> Tensor | None:
     return (lead / 2).clamp_min(1) if float(lead.median()) > STEEP else None
 
 
+def _difference(name: str, first: Any, second: Any) -> Any:
+    """Return a number that is the larger the more two values compare so."""
+    difference = first - second
+    if name in EQUALS:
+        return difference.abs() if name == "ne" else -difference.abs()
+    return difference if name[0] == "g" else -difference
+
+
 def _likely(value: Any) -> Tensor | None:
     """Return how likely each place [*value.shape, N] was chosen; None for other values."""
     source = _hidden(value)
@@ -275,6 +292,14 @@ def _as_if_smooth(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         return getattr(torch, name)([*map(_soft, first)], *args[1:], **kwargs)
     if name in COMPUTES or (name == "__getitem__" and _hidden(first) is not None):
         return getattr(Tensor, name)(*map(_soft, args), **kwargs)
+    if name in COMPARES:
+        return _difference(name, _soft(first), _soft(second))
+    if name in LIMITS:
+        return _soft(first)
+    if name in SHIFTS:
+        return _soft(first) * 2.0 ** (SHIFTS[name] * second)
+    if "floor" in name:
+        return _soft(first) / second
     if name in NEGATES:
         return 1 - _soft(first)
     if name in UNITES:
@@ -300,19 +325,31 @@ def _of_places(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
 
     The probability of each place takes the place of its number.
     """
-    first, second = args[0], args[1] if len(args) > 1 else None
-    if name in ("eq", "__eq__", "ne"):
-        first, second = (second, first) if _likely(first) is None else (first, second)
+    first: Any = args[0]
+    second: Any = args[1] if len(args) > 1 else None
+    if name in EQUALS:
+        first, second = (second, first) if _hidden(first) is None else (first, second)
         if (likely := _likely(first)) is None:
-            return None
+            compare = getattr(torch, name.strip("_"))
+            return _by_steps(first, None, lambda index: compare(index, second))
         if (other := _likely(second)) is None:  # whether a given place was chosen
             places = torch.arange(likely.shape[-1], device=likely.device)
             other = torch.as_tensor(second, device=likely.device)[..., None] == places
         same = (likely * other).sum(-1)
         return 1 - same if name == "ne" else same
-    if name == "scatter_add" and first.dim() == 2 and args[1] in (1, -1):
-        likely = _padded(_likely(args[2]), first.shape[1])
-        return first + torch.einsum("bkn,bk->bn", likely, args[3].to(likely))
+    if name in ("scatter_add", "scatter") and args[1] % first.dim() == first.dim() - 1:
+        _, dim, index, added = args
+        if (likely := _likely(index)) is None:
+            moved = getattr(torch, name)
+            return _by_steps(index, first.shape[dim], lambda index: moved(first, dim, index, added))
+        added = added[..., None].to(likely) if isinstance(added, Tensor) else added
+        return first + (_padded(likely, first.shape[dim]) * added).sum(-2)
+    if name == "index_put" and len(second) > 1 and (likely := _likely(second[-1])) is not None:
+        added = _padded(likely, first.shape[-1]) * args[2][..., None]
+        return first.detach().to(added).index_put(second[:-1], added, accumulate=True)
+    if name == "bincount" and (likely := _likely(first)) is not None:
+        least = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
+        return _padded(likely.sum(0), max(least, int(first.max()) + 1))
     if name in LOOKS_UP and len(args) > max(LOOKS_UP[name]):
         index, rows = (args[place] for place in LOOKS_UP[name])
         if _hidden(index) is not None:
@@ -329,6 +366,8 @@ def _of_places(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         return likely.mean(kwargs.get("dim", first.dim() - 1 if second is None else second))
     if name == "__getitem__":
         return likely[(*second, slice(None)) if isinstance(second, tuple) else second]
+    if name in ITERATES:
+        return likely.unbind(0 if second is None else second)
     if name in SHAPES:
         places = torch.arange(first.numel(), device=first.device).view(first.shape)
         return likely.flatten(0, -2)[getattr(Tensor, name)(places, *args[1:], **kwargs)]
@@ -359,18 +398,20 @@ def _looked_up(index: Any, rows: Any, dim: int | None) -> Any:
     return likely @ rows if rows.dim() > index.dim() else (likely @ rows[..., None])[..., 0]
 
 
-def _by_steps(index: Tensor, count: int, rows: Callable[[Tensor], Tensor]) -> Any:
+def _by_steps(index: Tensor, count: int | None, rows: Callable[[Tensor], Tensor]) -> Any:
     """Return rows with the slope of whole numbers that come from rounding; None for others.
 
-    The row changes by the mean difference to its neighbors.
+    The row changes by the mean difference to its neighbors. `count` of rows: None has no end.
     """
     source: Any = _hidden(index)
     if source.shape != index.shape:
         return None
     step = source.detach() - source.detach().mean()
     width = step.square().sum() / (step * index).sum()  # of a whole number
-    up, down = (index + 1).clamp(max=count - 1), (index - 1).clamp(min=0)
-    change = (rows(up) - rows(down)).to(source)
+    up, down = index + 1, index - 1
+    if count is not None:
+        up, down = up.clamp(max=count - 1), down.clamp(min=0)
+    change = rows(up).to(source) - rows(down).to(source)
     each = (*source.shape, *[1] * (change.dim() - source.dim()))
     change = change / ((up - down) * width).view(each)
     return source.view(each) * change.nan_to_num(0, 0, 0)
