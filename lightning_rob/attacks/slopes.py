@@ -2,10 +2,11 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeGuard
+from math import inf
+from typing import Any, Literal, Self, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, inference_mode, no_grad
 from torch.nn.functional import one_hot, pad, softmax
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
@@ -17,27 +18,29 @@ ROUNDS = {"round", "floor", "ceil", "trunc", "fix", "sign", "sgn", "heaviside", 
 ROUNDS |= {"floor_divide", "__floordiv__"}
 REMAINS = {"remainder", "fmod", "frac", "__mod__"}  # what rounding takes away
 COMPARES = {"gt", "ge", "lt", "le", "greater", "greater_equal", "less", "less_equal"}
-# Operations on conditions and whole numbers as on other values.
 SHAPES = {"unsqueeze", "squeeze", "expand", "expand_as", "view", "reshape", "flatten", "permute"}
-SHAPES |= {"transpose", "repeat"}
-COMPUTES = {"mul", "add", "sub", "rsub", "__rsub__", "sum", *SHAPES}
+SHAPES |= {"transpose", "repeat", "roll", "flip", "unbind", "__iter__", "split", "chunk", "clone"}
+SHAPES |= {"contiguous", "to", "type", "long", "int", "short", "cpu", "cuda"}
 CHOOSES = {"argmax", "max", "topk", "argmin", "min", "sort", "argsort"}
 DIRECTED = {"topk": "largest", "sort": "descending", "argsort": "descending"}
 LOOKS_UP = {"embedding": (0, 1), "__getitem__": (1, 0), "index_select": (2, 0), "gather": (2, 0)}
 NEGATES = {"logical_not", "bitwise_not", "__invert__"}
 JOINS = {"logical_and", "bitwise_and", "__and__"}
-UNITES = {"logical_or", "bitwise_or", "__or__"}
-CASTS = {"float", "double", "half", "bfloat16", "to", "type", "type_as", "div", "true_divide"}
-CASTS |= {"long", "int", "short", "byte", "clone", "contiguous", "cpu", "cuda"}
+LOGIC = dict.fromkeys(JOINS, 1)  # factor of the product of both; others have their sum too
+LOGIC |= {"logical_or": -1, "bitwise_or": -1, "__or__": -1}
+LOGIC |= {"logical_xor": -2, "bitwise_xor": -2, "__xor__": -2}
+DRAWS = ("rand", "normal", "bernoulli", "multinomial", "dropout", "exponential", "uniform")
 BOUNDS = {"clamp", "clip", "clamp_min", "clamp_max", "hardtanh", "relu6", "hardsigmoid"}
 SATURATES = BOUNDS | {"sigmoid", "tanh", "erf", "softsign"}
 # Of whole numbers: what only bounds them, and what divides or multiplies them.
 LIMITS = BOUNDS | {"minimum", "maximum"}
 SHIFTS = {"__rshift__": -1, "bitwise_right_shift": -1, "__lshift__": 1, "bitwise_left_shift": 1}
 EQUALS = {"eq", "__eq__", "ne"}
-ITERATES = {"__iter__", "unbind"}
+IN_PLACE = {"__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"}
+CUTS = {"_set_grad_enabled", "detach", "detach_", "requires_grad_"}
 LEAVES_TORCH = {"numpy", "__array__", "tolist", "item"}
 NEAR = 16  # places that a choice is among, for the temperature of its slope
+MOST = 2.0**25  # numbers by which places are looked up
 STEEP = 20.0  # lead of the largest score, in the median, from which a softmax only picks
 
 
@@ -67,6 +70,17 @@ class OtherSlopes(TorchFunctionMode):
         self.values: list[Tensor] = []  # [n, B, K], [B, K] or [n B, K], in the order of the calls
         self.gone: list[Tensor] = []  # batches that went to numpy
 
+    def __enter__(self) -> Self:
+        # Inference mode calls no function of torch, and cuts off the same as no_grad.
+        self.kept = inference_mode.__enter__, inference_mode.__exit__
+        inference_mode.__enter__ = no_grad.__enter__  # type: ignore[assignment,method-assign]
+        inference_mode.__exit__ = no_grad.__exit__  # type: ignore[assignment,method-assign]
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        inference_mode.__enter__, inference_mode.__exit__ = self.kept  # type: ignore[method-assign]
+
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -80,11 +94,12 @@ class OtherSlopes(TorchFunctionMode):
             self.met.add("custom")
             left_out = "custom" in self.slopes
             return RemovableHandle(OrderedDict()) if left_out else func(*args, **kwargs)
-        if name in ("_set_grad_enabled", "detach", "requires_grad_") or name in LEAVES_TORCH:
+        if name in CUTS | LEAVES_TORCH:
             return self._detached(func, name, args, kwargs)
         if self.gone:
             args = tuple(map(self._returned, args))
         plain = name if name.endswith("__") else name.removesuffix("_")
+        plain = name.replace("__i", "__") if name in IN_PLACE else plain
         out = self._with_slope(func, plain, args, kwargs)
         if isinstance(out, Tensor):
             if self.gone:
@@ -113,6 +128,8 @@ class OtherSlopes(TorchFunctionMode):
             return func(*args, **kwargs)
         if name == "_set_grad_enabled":
             return None
+        if name == "detach_":
+            return first
         if name == "requires_grad_":  # it is no leaf any more; loss.backward() may look for .grad
             first.retain_grad()
             return first
@@ -135,44 +152,40 @@ class OtherSlopes(TorchFunctionMode):
 
     def _with_slope(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         first: Any = args[1 if name == "searchsorted" else 0] if args else None
-        source = _hidden(first)
         joined = first if name in ("stack", "cat", "concat") else ()
-        joined = args[1] if name == "index_put" else joined
+        joined = args[1] if len(args) > 1 and isinstance(args[1], tuple) else joined
         hidden = any(_hidden(value) is not None for value in (first, *args[1:4], *joined))
         if hidden and "rounding" not in self.slopes:  # what was chosen by its place is used
             self.met.add("rounding")
             return func(*args, **kwargs)
-        if hidden and (other := _as_if_smooth(name, args, kwargs)) is not None:
+        if hidden:
             with torch.no_grad():
                 copied = first.clone() if isinstance(first, Tensor) else first
                 out = func(copied, *args[1:], **kwargs)
-            if name == "mode":
-                _hiding(out[0], other)
-                return out
-            if name in ITERATES:
-                each = [*map(_hiding, out, other)]
-                return tuple(each) if name == "unbind" else iter(each)
-            out = copied if name == "__setitem__" else out
-            if not out.is_floating_point():
-                return _hiding(out, other)
-            out = ValueWithGradientOf.apply(out, other.to(out))
-            return first.copy_(out) if func.__name__ in ("__setitem__", f"{name}_") else out
-        if source is not None and name in CASTS:
-            out = func(*args, **kwargs)
-            if not out.is_floating_point():
-                return _hiding(out, source)
-            source = _soft(first)
-            return ValueWithGradientOf.apply(
-                out, (source / args[1] if "div" in name else source).to(out)
-            )
+            out = copied if name == "__setitem__" else [*out] if name == "__iter__" else out
+            parts, many = [], isinstance(out, list | tuple)
+            if isinstance(out, Tensor) or (many and all(map(torch.is_tensor, out))):
+                parts = _parts(_as_if_smooth(func, name, args, kwargs, out))
+            if parts and isinstance(out, Tensor):
+                out = _given(out, parts[0])
+                if func.__name__ not in ("__setitem__", f"{name}_", *IN_PLACE):
+                    return out
+                return (
+                    first.copy_(out)
+                    if out.is_floating_point()
+                    else _given(first.copy_(out), parts[0])
+                )
+            if parts:
+                given = [*map(_given, out, parts), *out[len(parts) :]]
+                return iter(given) if name == "__iter__" else type(out)(given)
         compared = name in COMPARES | EQUALS and any(map(differentiated, args[:2]))
         if not (differentiated(first) or compared):
             return func(*args, **kwargs)
         rounded = name in ROUNDS | REMAINS or kwargs.get("rounding_mode") is not None
         rounded |= compared
-        if name in CHOOSES and (len(args) > 1 or kwargs or "sort" in name):
+        if name in CHOOSES:
             return self._chosen(func, name, args, kwargs)
-        steep = _steepness(args, kwargs) if "softmax" in name else None
+        steep = _steepness(args, kwargs) if name == "softmax" else None
         if rounded or name in SATURATES or steep is not None:
             self.met.add("rounding" if rounded else "saturating")
         if rounded and "rounding" in self.slopes:
@@ -190,11 +203,12 @@ class OtherSlopes(TorchFunctionMode):
     def _chosen(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         """Keep with the places of the largest or smallest values how likely each place is."""
         first, out = args[0], func(*args, **kwargs)
-        index = out if isinstance(out, Tensor) else out[1]
-        if index.is_floating_point() or not index.dim():
-            return out  # the larger one of two tensors
+        index = out if isinstance(out, Tensor) else out[1]  # with the values
         at = 2 if name == "topk" else 1
-        dim = kwargs.get("dim", args[at] if len(args) > at else -1)
+        dim = kwargs.get("dim", args[at] if len(args) > at else None)
+        dim = -1 if dim is None and (first.dim() == 1 or "sort" in name or at > 1) else dim
+        if index.is_floating_point() or not isinstance(dim, int):
+            return out  # the larger one of two tensors, or the largest of all values
         largest = name in ("argmax", "max", "topk")
         if name in DIRECTED:
             largest = kwargs.get(DIRECTED[name], args[at + 1] if len(args) > at + 1 else largest)
@@ -252,72 +266,99 @@ def _steepness(args: Any, kwargs: dict[str, Any]) -> Tensor | None:
 def _difference(name: str, first: Any, second: Any) -> Any:
     """Return a number that is the larger the more two values compare so."""
     difference = first - second
-    if name in EQUALS:
-        return difference.abs() if name == "ne" else -difference.abs()
+    if name in EQUALS:  # near the distance to the next value that is another one
+        away = difference.detach().abs()
+        near = away.masked_fill(away == 0, inf).amin(-1).median().clamp(1e-30, 1e30)
+        alike = (-(difference / near).square() / 2).exp()
+        return -alike if name == "ne" else alike
     return difference if name[0] == "g" else -difference
 
 
-def _likely(value: Any) -> Tensor | None:
-    """Return how likely each place [*value.shape, N] was chosen; None for other values."""
+def _likely(value: Any, most: float = MOST) -> Tensor | None:
+    """Return how likely each place [*value.shape, N] was chosen; None for other values.
+
+    Also for more numbers than memory has room for, as of all places in their order, which are
+    expanded and may still be cut.
+    """
     source = _hidden(value)
-    return source if source is not None and source.dim() == value.dim() + 1 else None
+    known = source is not None and source.dim() == value.dim() + 1 and source.numel() <= most
+    return source if known else None
 
 
 def _soft(value: Any) -> Any:
     """Return a condition or whole numbers as numbers, with the slope of what they come from."""
     source = _hidden(value)
-    if source is None:
+    if source is None or (source.dim() > value.dim() and source.numel() > MOST):
         return value
     if _likely(value) is not None:
         source = source @ torch.arange(source.shape[-1]).to(source)
     return ValueWithGradientOf.apply(value.to(source), source)
 
 
-def _as_if_smooth(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+def _parts(other: Any) -> list[Tensor]:
+    return [] if other is None else [other] if isinstance(other, Tensor) else [*other]
+
+
+def _given(out: Tensor, other: Tensor) -> Tensor:
+    """Return values with the slope of others, or keep those with values that can have none."""
+    if out.is_floating_point():
+        return ValueWithGradientOf.apply(out, other.to(out))
+    return _hiding(out, other)
+
+
+def _as_if_smooth(func: Any, name: str, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
     """Return what an operation on conditions or whole numbers gives if they have slopes; or None.
 
-    A choice between two values changes by their difference with its condition.
+    A choice between two values changes by their difference with its condition. Others do what they
+    would on numbers with slopes, or pass the slope on where they are for whole numbers alone.
     """
     first: Any = args[0]
     second: Any = args[1] if len(args) > 1 else None
     try:
-        found = _of_places(name, args, kwargs)
+        if (found := _of_places(name, args, kwargs)) is not None:
+            return found
+        if name == "where" and len(args) == 3:
+            # Also x.where(condition, other).
+            return _chosen_by(*(args if _hidden(first) is not None else (second, first, args[2])))
+        if name in ("masked_fill", "__setitem__"):
+            alike = getattr(second, "shape", None) == first.shape
+            return _chosen_by(second, args[2], first) if alike else None
+        if name in COMPARES:
+            return _difference(name, _soft(first), _soft(second))
+        if name in REMAINS:
+            return _soft(first).detach()
+        if name in SHIFTS:
+            return _soft(first) * 2.0 ** (SHIFTS[name] * second)
+        if "floor" in name:
+            return _soft(first) / second
+        if name in NEGATES:
+            return 1 - _soft(first)
+        if name in LOGIC:
+            a, b = _soft(first), _soft(second)
+            return LOGIC[name] * a * b + (0 if name in JOINS else a + b)
+        if any(word in name for word in DRAWS) or "out" in kwargs:
+            return None
+        given = [_soft(first.clone() if differentiated(first) else first), *map(_soft, args[1:])]
+        given[0] = [*map(_soft, first)] if isinstance(first, list | tuple) else given[0]
+        other = None if name in LIMITS else func(*given, **kwargs)
+        if isinstance(other, tuple) or differentiated(other):
+            return other
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError, TypeError, IndexError):  # in a form that is not known
-        return None
-    if found is not None:
-        return found
-    if isinstance(first, list | tuple):
-        return getattr(torch, name)([*map(_soft, first)], *args[1:], **kwargs)
-    if name in COMPUTES or (name == "__getitem__" and _hidden(first) is not None):
-        return getattr(Tensor, name)(*map(_soft, args), **kwargs)
-    if name in COMPARES:
-        return _difference(name, _soft(first), _soft(second))
-    if name in LIMITS:
-        return _soft(first)
-    if name in SHIFTS:
-        return _soft(first) * 2.0 ** (SHIFTS[name] * second)
-    if "floor" in name:
-        return _soft(first) / second
-    if name in NEGATES:
-        return 1 - _soft(first)
-    if name in UNITES:
-        return 1 - (1 - _soft(first)) * (1 - _soft(second))
-    if name in JOINS:
-        return _soft(first) * _soft(second)
-    if name == "where" and len(args) == 3:
-        # Also x.where(condition, other).
-        condition, a, b = args if _hidden(first) is not None else (second, first, args[2])
-    elif name in ("masked_fill", "__setitem__") and getattr(second, "shape", None) == first.shape:
-        condition, a, b = second, args[2], first
-    else:
-        return None
+        pass
+    alike = _hidden(first) is not None and getattr(out, "shape", None) == first.shape
+    return _soft(first) if alike and not out.is_floating_point() else None
+
+
+def _chosen_by(condition: Any, a: Any, b: Any) -> Tensor | None:
+    """Return what is chosen by a condition with a slope; None if it has none, or for odd shapes."""
     if _hidden(condition) is None or (isinstance(a, Tensor) and a.dim() not in (0, b.dim())):
         return None
     taken = torch.where(condition, a, b)
     zeros = torch.zeros_like(taken).detach()
-    return taken + _soft(condition) * ((zeros + a) - (zeros + b)).detach()
+    change = ((zeros + a) - (zeros + b)).detach()
+    return taken + _soft(condition) * change.nan_to_num(0, 0, 0)  # where scores are masked by -inf
 
 
 def _of_places(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -329,9 +370,16 @@ def _of_places(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     second: Any = args[1] if len(args) > 1 else None
     if name in EQUALS:
         first, second = (second, first) if _hidden(first) is None else (first, second)
+        if first.dtype == torch.bool:
+            a, b = _soft(first), _soft(second)
+            b = b.to(a) if isinstance(b, Tensor) else b
+            differ = a + b - 2 * a * b
+            return differ if name == "ne" else 1 - differ
         if (likely := _likely(first)) is None:
             compare = getattr(torch, name.strip("_"))
-            return _by_steps(first, None, lambda index: compare(index, second))
+            many = isinstance(second, Tensor) and second.numel() > 1
+            ends = (second.min(), second.max()) if many else None
+            return _by_steps(first, ends, lambda index: compare(index, second))
         if (other := _likely(second)) is None:  # whether a given place was chosen
             places = torch.arange(likely.shape[-1], device=likely.device)
             other = torch.as_tensor(second, device=likely.device)[..., None] == places
@@ -341,7 +389,9 @@ def _of_places(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         _, dim, index, added = args
         if (likely := _likely(index)) is None:
             moved = getattr(torch, name)
-            return _by_steps(index, first.shape[dim], lambda index: moved(first, dim, index, added))
+            return _by_steps(
+                index, (0, first.shape[dim] - 1), lambda index: moved(first, dim, index, added)
+            )
         added = added[..., None].to(likely) if isinstance(added, Tensor) else added
         return first + (_padded(likely, first.shape[dim]) * added).sum(-2)
     if name == "index_put" and len(second) > 1 and (likely := _likely(second[-1])) is not None:
@@ -352,25 +402,29 @@ def _of_places(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         return _padded(likely.sum(0), max(least, int(first.max()) + 1))
     if name in LOOKS_UP and len(args) > max(LOOKS_UP[name]):
         index, rows = (args[place] for place in LOOKS_UP[name])
+        if isinstance(index, tuple) and _hidden(index[-1]) is not None:  # as in z[row, place]
+            return _of_each(index[-1], rows[index[:-1]])
         if _hidden(index) is not None:
             return _looked_up(index, rows, args[1] if name == "gather" else None)
     if name == "one_hot" and _hidden(first) is not None:
         classes = kwargs.get("num_classes", -1 if second is None else second)
         classes = classes if classes > 0 else int(first.max()) + 1
         if (likely := _likely(first)) is None:
-            return _by_steps(first, classes, lambda index: one_hot(index, classes))
+            return _by_steps(first, (0, classes - 1), lambda index: one_hot(index, classes))
         return _padded(likely, classes)
-    if (likely := _likely(first)) is None:
+    if (likely := _likely(first, inf if name == "__getitem__" else MOST)) is None:
         return None
     if name == "mode":
         return likely.mean(kwargs.get("dim", first.dim() - 1 if second is None else second))
     if name == "__getitem__":
         return likely[(*second, slice(None)) if isinstance(second, tuple) else second]
-    if name in ITERATES:
-        return likely.unbind(0 if second is None else second)
     if name in SHAPES:
         places = torch.arange(first.numel(), device=first.device).view(first.shape)
-        return likely.flatten(0, -2)[getattr(Tensor, name)(places, *args[1:], **kwargs)]
+        moved = getattr(Tensor, name)(places, *args[1:], **kwargs)
+        if not isinstance(moved, Tensor):
+            return [likely.flatten(0, -2)[one] for one in moved]
+        fits = moved.numel() * likely.shape[-1] <= MOST and not moved.is_floating_point()
+        return likely.flatten(0, -2)[moved.long()] if fits else None
     return None
 
 
@@ -387,21 +441,29 @@ def _looked_up(index: Any, rows: Any, dim: int | None) -> Any:
     if not isinstance(rows, Tensor) or index.dtype == torch.bool:
         return None
     if (likely := _likely(index)) is None:
-        return _by_steps(index, len(rows), rows.__getitem__) if dim is None else None
+        return _by_steps(index, (0, len(rows) - 1), rows.__getitem__) if dim is None else None
     if not rows.is_floating_point() and (dim is not None or rows.dim() == 1):  # labels
         rows = one_hot(rows.long(), int(rows.max()) + 1)
     rows = rows.to(likely)
     if dim is None:
         return torch.tensordot(likely, rows, 1)
-    if dim % index.dim() != index.dim() - 1:
+    if rows.dim() > index.dim():
+        return likely @ rows if dim % index.dim() == index.dim() - 1 else None
+    return (likely * rows.movedim(dim, -1).unsqueeze(dim)).sum(-1)
+
+
+def _of_each(index: Tensor, rows: Tensor) -> Any:
+    """Return one of the rows [*index.shape, N, …] of each place as `_looked_up` does."""
+    if (likely := _likely(index)) is None or not rows.is_floating_point():
         return None
-    return likely @ rows if rows.dim() > index.dim() else (likely @ rows[..., None])[..., 0]
+    at = likely.dim() - 1
+    return (likely.view(*likely.shape, *[1] * (rows.dim() - at - 1)).to(rows) * rows).sum(at)
 
 
-def _by_steps(index: Tensor, count: int | None, rows: Callable[[Tensor], Tensor]) -> Any:
+def _by_steps(index: Tensor, ends: Any, rows: Callable[[Tensor], Tensor]) -> Any:
     """Return rows with the slope of whole numbers that come from rounding; None for others.
 
-    The row changes by the mean difference to its neighbors. `count` of rows: None has no end.
+    The row changes by the mean difference to its neighbors, of which none is beyond the ends.
     """
     source: Any = _hidden(index)
     if source.shape != index.shape:
@@ -409,8 +471,8 @@ def _by_steps(index: Tensor, count: int | None, rows: Callable[[Tensor], Tensor]
     step = source.detach() - source.detach().mean()
     width = step.square().sum() / (step * index).sum()  # of a whole number
     up, down = index + 1, index - 1
-    if count is not None:
-        up, down = up.clamp(max=count - 1), down.clamp(min=0)
+    if ends is not None:
+        up, down = up.clamp(max=ends[1]), down.clamp(min=ends[0])
     change = rows(up).to(source) - rows(down).to(source)
     each = (*source.shape, *[1] * (change.dim() - source.dim()))
     change = change / ((up - down) * width).view(each)

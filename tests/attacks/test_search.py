@@ -519,6 +519,12 @@ LOOKED_UP = (
         one_hot(LABELS.expand(2, 2).gather(1, x.argmin(1, True))[:, 0], 2).float() @ BOOK.flip(0)
     ),
     lambda x: (
+        torch.stack([torch.bincount(one, minlength=2) for one in x.topk(1, 1, False)[1]]).float()
+        @ BOOK
+    ),
+    lambda x: torch.zeros(2, 2).scatter_(1, x.argmin(1, keepdim=True), 1.0) @ BOOK,
+    lambda x: BOOK.expand(2, 2, 2)[torch.arange(2), x.argmin(1)],
+    lambda x: (
         torch.zeros(2, 2).scatter_add_(1, LABELS[x.topk(1, 1, False)[1]], torch.ones(2, 1))
         @ BOOK.flip(0)
     ),
@@ -528,6 +534,28 @@ LEVELED = (  # the four numbers are in four steps
     lambda x: LEVELS[torch.bucketize(x, EDGES)],
     lambda x: LEVELS[torch.searchsorted(EDGES, x)],
     lambda x: nn.functional.embedding(torch.bucketize(x, EDGES), LEVELS[:, None])[..., 0],
+)
+PLACES = torch.arange(-4, 13)
+
+
+def whole(x):
+    return (4 * x).round().long()
+
+
+CODED = (  # slopes of 4, as of the whole numbers
+    lambda x: whole(x).clamp(max=7).float(),
+    lambda x: torch.minimum(whole(x), torch.tensor(7)).float(),
+    lambda x: whole(x) // 2 * 2.0,
+    lambda x: (whole(x) >> 1) * 2.0,
+    lambda x: (whole(x) - whole(x) % 2).float(),
+    lambda x: (whole(x) > 1).float(),
+    lambda x: torch.cat(whole(x).chunk(2)).roll(1).roll(-1).contiguous().float(),
+    lambda x: torch.stack([*whole(x)]).float(),
+    lambda x: (whole(x)[..., None] == PLACES).float() @ PLACES.float(),
+    lambda x: torch.zeros(2, 2, 17).scatter_(-1, whole(x)[..., None] + 4, 1.0) @ PLACES.float(),
+    lambda x: 4 * (~(x > 0) ^ True).float(),
+    lambda x: 4 * ((x > 0) != torch.tensor(False)).float(),
+    lambda x: whole(x).float() + (x - x.masked_fill(x < 0, -torch.inf)).nan_to_num(0, 0, 0),
 )
 OF_EITHER = torch.tensor([[2.0, 1.0], [1.0, 0.0]])
 
@@ -557,6 +585,9 @@ def test_slopes():
         (stepped, ("rounding",), ones),
         *((look_up, ("rounding",), nearest) for look_up in LOOKED_UP),
         *((look_up, ("rounding",), steps) for look_up in LEVELED),
+        *((code, ("rounding",), 4 * ones) for code in CODED),
+        (lambda x: torch.inference_mode()(lambda z: 2 * z)(x), ("detached",), 2 * ones),
+        (lambda x: (2 * x).detach_() * 1, ("detached",), 2 * ones),
         (
             lambda x: (x.argmax(1) != x.square().argmax(1)).float(),
             ("rounding",),
