@@ -155,6 +155,7 @@ class OtherSlopes(TorchFunctionMode):
         joined = first if name in ("stack", "cat", "concat") else ()
         joined = args[1] if len(args) > 1 and isinstance(args[1], tuple) else joined
         hidden = any(_hidden(value) is not None for value in (first, *args[1:4], *joined))
+        hidden &= not any(word in name for word in DRAWS)  # which would draw twice
         if hidden and "rounding" not in self.slopes:  # what was chosen by its place is used
             self.met.add("rounding")
             return func(*args, **kwargs)
@@ -168,13 +169,10 @@ class OtherSlopes(TorchFunctionMode):
                 parts = _parts(_as_if_smooth(func, name, args, kwargs, out))
             if parts and isinstance(out, Tensor):
                 out = _given(out, parts[0])
-                if func.__name__ not in ("__setitem__", f"{name}_", *IN_PLACE):
-                    return out
-                return (
-                    first.copy_(out)
-                    if out.is_floating_point()
-                    else _given(first.copy_(out), parts[0])
-                )
+                if func.__name__ in ("__setitem__", f"{name}_", *IN_PLACE):
+                    kept = first.copy_(out)
+                    return kept if out.is_floating_point() else _hiding(kept, parts[0])
+                return out
             if parts:
                 given = [*map(_given, out, parts), *out[len(parts) :]]
                 return iter(given) if name == "__iter__" else type(out)(given)
@@ -336,8 +334,6 @@ def _as_if_smooth(func: Any, name: str, args: Any, kwargs: dict[str, Any], out: 
         if name in LOGIC:
             a, b = _soft(first), _soft(second)
             return LOGIC[name] * a * b + (0 if name in JOINS else a + b)
-        if any(word in name for word in DRAWS) or "out" in kwargs:
-            return None
         given = [_soft(first.clone() if differentiated(first) else first), *map(_soft, args[1:])]
         given[0] = [*map(_soft, first)] if isinstance(first, list | tuple) else given[0]
         other = None if name in LIMITS else func(*given, **kwargs)

@@ -588,6 +588,7 @@ def test_slopes():
         *((code, ("rounding",), 4 * ones) for code in CODED),
         (lambda x: torch.inference_mode()(lambda z: 2 * z)(x), ("detached",), 2 * ones),
         (lambda x: (2 * x).detach_() * 1, ("detached",), 2 * ones),
+        (lambda x: x + torch.randint_like(x.argmax(1), 9)[:, None], ("rounding",), ones),
         (
             lambda x: (x.argmax(1) != x.square().argmax(1)).float(),
             ("rounding",),
