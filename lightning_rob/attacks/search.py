@@ -21,7 +21,7 @@ from lightning_rob.attacks.folding import FoldingError
 from lightning_rob.attacks.gradient import ObjectiveGradient
 from lightning_rob.attacks.members import Best, Strongest
 from lightning_rob.attacks.pgd import PGD
-from lightning_rob.attacks.slopes import Slope
+from lightning_rob.attacks.slopes import STEEP, Slope
 from lightning_rob.attacks.square import Square
 from lightning_rob.attacks.surrogate import SeenThrough, SurrogateGradient, by_draw, sources
 from lightning_rob.defenses import Defense, Single
@@ -518,7 +518,8 @@ class Search:
         places = sources(seen.values, chosen)
         values = [one for place in places for one in by_draw(seen.values[place], len(x))]
         of_output = all(any(torch.equal(v, one) for one in seen.output) for v in values)
-        return seen.met, () if of_output else places
+        picks = any(float(lead) > STEEP for lead in seen.leads)
+        return seen.met | ({"saturating"} if picks else set()), () if of_output else places
 
     def _parts(self, x: Tensor) -> dict[str, bool]:
         """Return the first outermost parts that take something else in the place of images x.

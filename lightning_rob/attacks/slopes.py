@@ -67,6 +67,7 @@ class OtherSlopes(TorchFunctionMode):
         self.slopes = frozenset(slopes)
         self.images = images
         self.met: set[Slope] = set()  # slopes that would change something
+        self.leads: list[Tensor] = []  # median of each softmax: kept, as a GPU would wait
         self.values: list[Tensor] = []  # [n, B, K], [B, K] or [n B, K], in the order of the calls
         self.gone: list[Tensor] = []  # batches that went to numpy
 
@@ -183,15 +184,18 @@ class OtherSlopes(TorchFunctionMode):
         rounded |= compared
         if name in CHOOSES:
             return self._chosen(func, name, args, kwargs)
-        steep = _steepness(args, kwargs) if name == "softmax" else None
-        if rounded or name in SATURATES or steep is not None:
+        if rounded or name in SATURATES:
             self.met.add("rounding" if rounded else "saturating")
         if rounded and "rounding" in self.slopes:
             return self._rounded(func, name, args, kwargs)
         if name in SATURATES and "saturating" in self.slopes:
             return self._through(func, args, kwargs, first)
-        if steep is not None and "saturating" in self.slopes:
-            return self._through(func, args, kwargs, func(first / steep, *args[1:], **kwargs))
+        if name == "softmax" and (lead := _lead(args, kwargs)) is not None:
+            self.leads.append(lead.median())
+            if "saturating" in self.slopes:
+                picks = (lead / 2).nan_to_num(1.0).clamp(1, 1e6)  # scores may be masked by -inf
+                heat = torch.where(self.leads[-1] > STEEP, picks, 1)
+                return self._through(func, args, kwargs, func(first / heat, *args[1:], **kwargs))
         out = func(*args, **kwargs)
         if isinstance(out, Tensor) and not out.is_floating_point() and out.shape == first.shape:
             self.met.add("rounding")  # a cast to whole numbers
@@ -252,13 +256,12 @@ def _choice(scores: Tensor, index: Tensor, dim: int) -> Tensor:
     return likely
 
 
-def _steepness(args: Any, kwargs: dict[str, Any]) -> Tensor | None:
-    """Return the temperature at which a softmax that picks one value has a slope; else None."""
+def _lead(args: Any, kwargs: dict[str, Any]) -> Tensor | None:
+    """Return by how much the largest of the scores of a softmax is above the next one."""
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
     if dim is None or args[0].shape[dim] < 2:
         return None
-    lead = -args[0].detach().topk(2, dim).values.diff(dim=dim)
-    return (lead / 2).clamp_min(1) if float(lead.median()) > STEEP else None
+    return -args[0].detach().topk(2, dim).values.diff(dim=dim)
 
 
 def _difference(name: str, first: Any, second: Any) -> Any:

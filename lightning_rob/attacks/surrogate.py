@@ -409,7 +409,7 @@ class SeenThrough(Defense):
                 equal = logits.new_full((len(logits),), 1 / len(logits))
                 logits = as_seen(logits, equal, self.defense)
         mode.met |= {"custom"} if own else set()
-        return Observed(decided, logits, weights, output, values, mode.met)
+        return Observed(decided, logits, weights, output, values, mode.met, mode.leads)
 
 
 @dataclass(frozen=True)
@@ -422,6 +422,7 @@ class Observed:
     output: Tensor  # [S, B, …] its logits, with those of a class that rejects
     values: list[Tensor]
     met: set[Slope]  # slopes that would change something
+    leads: list[Tensor]  # of the largest score in each softmax, in the median
 
 
 def _decided(logits: Tensor, weights: Tensor) -> Tensor:

@@ -605,6 +605,11 @@ def test_slopes():
             ("saturating",),
             gradient(lambda x: likely(x) @ BOOK),
         ),
+        (
+            lambda x: nn.functional.pad(90 * x, (0, 1), value=-torch.inf).softmax(1)[:, :2] @ BOOK,
+            ("saturating",),
+            gradient(lambda x: likely(x) @ BOOK),
+        ),
         (lambda x: (2 * x).sigmoid(), ("saturating",), 2 * ones),
         (lambda x: x.detach() * x, ("detached",), 2 * torch.tensor([[-0.7, 0.2], [0.6, 3.0]])),
         (lambda x: x.data * 3 + 0 * x, ("detached",), 3 * ones),
