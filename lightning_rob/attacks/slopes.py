@@ -190,12 +190,18 @@ class OtherSlopes(TorchFunctionMode):
             return self._rounded(func, name, args, kwargs)
         if name in SATURATES and "saturating" in self.slopes:
             return self._through(func, args, kwargs, first)
-        if name == "softmax" and (lead := _lead(args, kwargs)) is not None:
-            self.leads.append(lead.median())
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
+        # By exp it may be written by hand, or as a sum of kernels, which underflow.
+        if name in ("softmax", "exp") and first.dim() and first.shape[dim] > 1:
+            best = first.detach().topk(2, dim).values
+            lead, low = -best.diff(dim=dim), -best.narrow(dim, 0, 1) if name == "exp" else 0
+            self.leads.append((lead + low).median())
             if "saturating" in self.slopes:
                 picks = (lead / 2).nan_to_num(1.0).clamp(1, 1e6)  # scores may be masked by -inf
-                heat = torch.where(self.leads[-1] > STEEP, picks, 1)
-                return self._through(func, args, kwargs, func(first / heat, *args[1:], **kwargs))
+                other = softmax(first / picks, dim)
+                honest = func(first, *args[1:], **kwargs)
+                other = torch.where(self.leads[-1] > STEEP, other, honest)
+                return self._through(func, args, kwargs, other)
         out = func(*args, **kwargs)
         if isinstance(out, Tensor) and not out.is_floating_point() and out.shape == first.shape:
             self.met.add("rounding")  # a cast to whole numbers
@@ -254,14 +260,6 @@ def _choice(scores: Tensor, index: Tensor, dim: int) -> Tensor:
     if index.dim() == scores.dim():
         likely = likely.unsqueeze(dim).expand(*index.shape, places)
     return likely
-
-
-def _lead(args: Any, kwargs: dict[str, Any]) -> Tensor | None:
-    """Return by how much the largest of the scores of a softmax is above the next one."""
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-    if dim is None or args[0].shape[dim] < 2:
-        return None
-    return -args[0].detach().topk(2, dim).values.diff(dim=dim)
 
 
 def _difference(name: str, first: Any, second: Any) -> Any:

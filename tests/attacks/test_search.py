@@ -560,6 +560,12 @@ CODED = (  # slopes of 4, as of the whole numbers
 OF_EITHER = torch.tensor([[2.0, 1.0], [1.0, 0.0]])
 
 
+def by_hand(x):
+    """A steep softmax."""
+    e = (90 * x - (90 * x).amax(1, keepdim=True)).exp()
+    return e / e.sum(1, keepdim=True) @ BOOK
+
+
 def test_slopes():
     ones, nearest = torch.ones(2, 2), gradient(lambda x: likely(-x) @ BOOK)
     along = numpy.polyfit(NUMBERS.flatten(), range(4), 1)[0]  # steps for each unit
@@ -604,6 +610,12 @@ def test_slopes():
             lambda x: (90 * x).softmax(1) @ BOOK,
             ("saturating",),
             gradient(lambda x: likely(x) @ BOOK),
+        ),
+        (by_hand, ("saturating",), gradient(lambda x: likely(x) @ BOOK)),
+        (
+            lambda x: (x - 60).exp() @ BOOK,
+            ("saturating",),
+            gradient(lambda x: (x / torch.tensor([[1.0], [1.2]])).softmax(1) @ BOOK),
         ),
         (
             lambda x: nn.functional.pad(90 * x, (0, 1), value=-torch.inf).softmax(1)[:, :2] @ BOOK,
