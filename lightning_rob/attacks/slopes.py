@@ -177,7 +177,8 @@ class OtherSlopes(TorchFunctionMode):
             if parts:
                 given = [*map(_given, out, parts), *out[len(parts) :]]
                 return iter(given) if name == "__iter__" else type(out)(given)
-        compared = name in COMPARES | EQUALS and any(map(differentiated, args[:2]))
+        numbers = all(isinstance(value, Tensor | float | int) for value in args[:2])
+        compared = name in COMPARES | EQUALS and numbers and any(map(differentiated, args[:2]))
         if not (differentiated(first) or compared):
             return func(*args, **kwargs)
         rounded = name in ROUNDS | REMAINS or kwargs.get("rounding_mode") is not None
@@ -192,7 +193,8 @@ class OtherSlopes(TorchFunctionMode):
             return self._through(func, args, kwargs, first)
         dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
         # By exp it may be written by hand, or as a sum of kernels, which underflow.
-        if name in ("softmax", "exp") and first.dim() and first.shape[dim] > 1:
+        picks_one = name in ("softmax", "exp") and isinstance(dim, int) and first.dim() > 0
+        if picks_one and first.shape[dim] > 1:
             best = first.detach().topk(2, dim).values
             lead, low = -best.diff(dim=dim), -best.narrow(dim, 0, 1) if name == "exp" else 0
             self.leads.append((lead + low).median())
