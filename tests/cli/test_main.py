@@ -6,6 +6,8 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
+from lightning_rob.attacks import Attack
+from lightning_rob.cli.lightning_cli import Parser
 from lightning_rob.cli.options import read_command_line
 from tests.commands.test_report import made
 from tests.pieces import CKPT, lines_of, plugged, records, spec
@@ -125,3 +127,11 @@ def test_predict_writes_class_probabilities(trained, tmp_path):
     assert table[:, 0].tolist() == list(range(33))
     torch.testing.assert_close(table[:, 2:].sum(1), torch.ones(33))
     assert torch.equal(table[:, 1], table[:, 2:].argmax(1).float())
+
+
+def test_null_reaches_the_parts_of_parts():
+    parser = Parser()
+    parser.add_subclass_arguments(Attack, "of")
+    inner = "{class_path: Accelerated, init_args: {attack: CW, autocast: bfloat16}}"
+    kinds = ("--of=Accelerated", f"--of.attack={inner}", "--of.attack.autocast=null")
+    assert parser.parse_args(kinds).of.init_args.attack.init_args.autocast is None
