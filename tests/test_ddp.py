@@ -42,7 +42,7 @@ def evaluate(folder, checkpoint, batch_size, *args):
         robust_eval(attacks, repeats=2, group_size=16),
         robust_eval({"few": pgd()}, max_images=20),
         spec("TransferMatrixEval", attacks=matrices, max_images=40, group_size=16),
-        spec("Gallery", weak=weak, strong=strong, count=5, group_size=16),
+        spec("Gallery", weak=weak, strong=strong, count=2, group_size=16),
         spec("RobustAudit", threat=pgd()["init_args"]["threat"], steps=2, queries=1, max_images=20),
     ]
     file = recipe(folder, data=data, **{"trainer__callbacks+": callbacks})

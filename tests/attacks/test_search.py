@@ -31,7 +31,7 @@ from tests.audit.planted import Through
 from tests.counting import Counting
 
 THREAT = Threat("linf", 0.14)
-PASSES, IMAGES = 800, 24
+PASSES, IMAGES = 600, 24
 
 
 class Ranked(nn.Module):
@@ -187,7 +187,7 @@ def test_a_member_without_a_gradient_hides_nothing(eps):
     members, left = [trained_net(seed) for seed in (1, 2)], []
     for front in ({}, FAULTS["numpy"]):
         defense = Ensemble([Through(members[0], **front), members[1]])
-        result = Auto(Threat("linf", eps), PASSES).find(defense, x, y, seeded())
+        result = Auto(Threat("linf", eps), 800).find(defense, x, y, seeded())
         left.append(right(defense, result.x_adv, y).mean().item())
     assert search.NO_GRADIENT in result.findings
     assert left[1] <= left[0] + 1.1 / IMAGES
@@ -211,7 +211,7 @@ def left_adapted(name=None):
     net = Through(trained_net(1), **FAULTS.get(name, {}))
     defense = DENT(nn.Sequential(nn.BatchNorm2d(1), net)).eval()
     loader = DataLoader(TensorDataset(*images(IMAGES, seed=4)), IMAGES)
-    auto = {"auto": Auto(THREAT, PASSES).schedule(defense)}
+    auto = {"auto": Auto(THREAT, 800).schedule(defense)}
     return evaluate(defense, auto, loader, progress=False).accuracy("auto")
 
 

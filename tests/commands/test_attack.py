@@ -9,7 +9,7 @@ def test_the_command_prints_the_trail_and_writes_a_plug_in(trained, tmp_path, ca
     net = spec("tests.audit.planted.Rounding", width=16)
     file = recipe(tmp_path, **{"model__init_args__net": net, "trainer__callbacks+": []})
     args = ["--config", file, "--ckpt_path", trained]
-    run("attack", *args, "--images=10", "--passes=1200", "--eps=0.1")
+    run("attack", *args, "--images=10", "--passes=800", "--eps=0.1")
     out = capsys.readouterr().out
     assert "Radius: linf 0.1, as --eps says\n" in out and "rounding operations" in out
     assert "slopes through rounding" in out

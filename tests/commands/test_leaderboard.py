@@ -20,7 +20,7 @@ from tests.pieces import spec
 from tests.tiny import TinyNet, exit_code, fit, pgd, refused
 
 PROTOCOL = {"title": "Blobs", "data": spec("tests.tiny.Blobs"), "radii": {"linf": 0.1, "l2": 0.1}}
-PROTOCOL |= {"images": 30, "passes": 60, "steps": 8, "power": 1, "certified": 200, "training": 100}
+PROTOCOL |= {"images": 30, "passes": 60, "steps": 4, "power": 1, "certified": 200, "training": 100}
 
 
 class SeesGradients(TinyNet):
@@ -36,7 +36,7 @@ def board(tmp_path_factory):
     folder = tmp_path_factory.mktemp("board")
     (folder / "protocol.yaml").write_text(yaml.safe_dump(PROTOCOL, sort_keys=False))
     net, sees = spec("tests.tiny.TinyNet"), spec(f"{__name__}.SeesGradients")
-    smoothed = spec("Smoothing", sigma=0.1, draws=20)
+    smoothed = spec("Smoothing", sigma=0.1, draws=8)
     models = {
         "BAT 0": {},
         "BAT 1": {"seed_everything": 1},

@@ -33,7 +33,7 @@ def test_two_members_against_a_fine_sweep():
     assert found.images == 24
 
 
-@pytest.mark.parametrize("members", [3, 5])
+@pytest.mark.parametrize("members", [3, 4])
 def test_no_other_probabilities_keep_more(members):
     defense, x, y = ensemble(members, members, 2, THREAT, 8, size=12)
     found = optimal_sampling(defense, CLIMB, [(x[:3], y[:3]), (x[3:], y[3:])], steps=40)
