@@ -199,7 +199,9 @@ class OtherSlopes(TorchFunctionMode):
             lead, low = -best.diff(dim=dim), -best.narrow(dim, 0, 1) if name == "exp" else 0
             self.leads.append((lead + low).median())
             if "saturating" in self.slopes:
-                picks = (lead / 2).nan_to_num(1.0).clamp(1, 1e6)  # scores may be masked by -inf
+                # Where two scores are close, the usual lead, so that no value outweighs all others.
+                usual = lead.nan_to_num(0, 0, 0).median()  # scores may be masked by -inf
+                picks = (lead.maximum(usual) / 2).nan_to_num(1.0).clamp(1, 1e6)
                 other = softmax(first / picks, dim)
                 honest = func(first, *args[1:], **kwargs)
                 other = torch.where(self.leads[-1] > STEEP, other, honest)
@@ -271,6 +273,11 @@ def _difference(name: str, first: Any, second: Any) -> Any:
         away = difference.detach().abs()
         near = away.masked_fill(away == 0, inf).amin(-1).median().clamp(1e-30, 1e30)
         alike = (-(difference / near).square() / 2).exp()
+        value = first if differentiated(first) else second
+        sizes = (1,) * (alike.dim() - value.dim()) + value.shape
+        levels = [dim for dim, size in enumerate(alike.shape) if sizes[dim] < size]
+        if levels:  # a value with many, of which it is one
+            alike = alike / alike.sum(levels, keepdim=True).clamp_min(1e-30)
         return -alike if name == "ne" else alike
     return difference if name[0] == "g" else -difference
 

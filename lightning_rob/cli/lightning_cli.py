@@ -70,10 +70,11 @@ class Parser(LightningArgumentParser):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, allow_abbrev=False, **options)
 
-    def parse_args(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> Any:
+    def parse_args(self, args: Any = None, *rest: Any, **options: Any) -> Any:
         # To the parser of a class inside a class jsonargparse gives null as the text "None".
-        nulls = [re.sub(r"(?<=[=[ ])None(?=[],}]|$)", "null", arg) for arg in args or ()]
-        return super().parse_args(args if args is None else nulls, *rest, **options)
+        if args is not None:
+            args = [re.sub(r"(?<=[=[ ])None(?=[],}]|$)", "null", arg) for arg in args]
+        return super().parse_args(args, *rest, **options)
 
     def parse_string(self, content: str, *args: Any, **options: Any) -> Any:
         # jsonargparse calls this in the recipe's folder.

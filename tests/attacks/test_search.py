@@ -536,6 +536,7 @@ LEVELED = (  # the four numbers are in four steps
     lambda x: nn.functional.embedding(torch.bucketize(x, EDGES), LEVELS[:, None])[..., 0],
 )
 PLACES = torch.arange(-4, 13)
+ENDS = torch.arange(-1.0, 4)  # the lowest and the highest are those of the numbers
 
 
 def whole(x):
@@ -557,6 +558,18 @@ CODED = (  # slopes of 4, as of the whole numbers
     lambda x: 4 * ((x > 0) != torch.tensor(False)).float(),
     lambda x: whole(x).float() + (x - x.masked_fill(x < 0, -torch.inf)).nan_to_num(0, 0, 0),
 )
+MATCHED = (
+    lambda x: (x.round()[..., None] == ENDS).float() @ ENDS,
+    lambda x: torch.eq(ENDS, x.round()[..., None]).float() @ ENDS,
+)
+
+
+def matched(x):
+    """The mean place by a Gaussian around the rounded number."""
+    x = x + (x.round() - x).detach()
+    return (-(x[..., None] - ENDS).square() / 2).softmax(-1) @ ENDS
+
+
 OF_EITHER = torch.tensor([[2.0, 1.0], [1.0, 0.0]])
 
 
@@ -592,6 +605,7 @@ def test_slopes():
         *((look_up, ("rounding",), nearest) for look_up in LOOKED_UP),
         *((look_up, ("rounding",), steps) for look_up in LEVELED),
         *((code, ("rounding",), 4 * ones) for code in CODED),
+        *((match, ("rounding",), gradient(matched)) for match in MATCHED),
         (lambda x: torch.inference_mode()(lambda z: 2 * z)(x), ("detached",), 2 * ones),
         (lambda x: (2 * x).detach_() * 1, ("detached",), 2 * ones),
         (lambda x: x + torch.randint_like(x.argmax(1), 9)[:, None], ("rounding",), ones),
