@@ -18,9 +18,6 @@ ROUNDS = {"round", "floor", "ceil", "trunc", "fix", "sign", "sgn", "heaviside", 
 ROUNDS |= {"floor_divide", "__floordiv__"}
 REMAINS = {"remainder", "fmod", "frac", "__mod__"}  # what rounding takes away
 COMPARES = {"gt", "ge", "lt", "le", "greater", "greater_equal", "less", "less_equal"}
-SHAPES = {"unsqueeze", "squeeze", "expand", "expand_as", "view", "reshape", "flatten", "permute"}
-SHAPES |= {"transpose", "repeat", "roll", "flip", "unbind", "__iter__", "split", "chunk", "clone"}
-SHAPES |= {"contiguous", "to", "type", "long", "int", "short", "cpu", "cuda"}
 CHOOSES = {"argmax", "max", "topk", "argmin", "min", "sort", "argsort"}
 DIRECTED = {"topk": "largest", "sort": "descending", "argsort": "descending"}
 LOOKS_UP = {"embedding": (0, 1), "__getitem__": (1, 0), "index_select": (2, 0), "gather": (2, 0)}
@@ -323,7 +320,7 @@ def _as_if_smooth(func: Any, name: str, args: Any, kwargs: dict[str, Any], out: 
     first: Any = args[0]
     second: Any = args[1] if len(args) > 1 else None
     try:
-        if (found := _of_places(name, args, kwargs)) is not None:
+        if (found := _of_places(func, name, args, kwargs, out)) is not None:
             return found
         if name == "where" and len(args) == 3:
             # Also x.where(condition, other).
@@ -367,85 +364,75 @@ def _chosen_by(condition: Any, a: Any, b: Any) -> Tensor | None:
     return taken + _soft(condition) * change.nan_to_num(0, 0, 0)  # where scores are masked by -inf
 
 
-def _of_places(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return what an operation on places that were chosen gives if the choice has a slope; or None.
-
-    The probability of each place takes the place of its number.
-    """
-    first: Any = args[0]
-    second: Any = args[1] if len(args) > 1 else None
-    if name in EQUALS:
-        first, second = (second, first) if _hidden(first) is None else (first, second)
-        if first.dtype == torch.bool:
-            a, b = _soft(first), _soft(second)
-            b = b.to(a) if isinstance(b, Tensor) else b
-            differ = a + b - 2 * a * b
-            return differ if name == "ne" else 1 - differ
-        if (likely := _likely(first)) is None:
-            compare = getattr(torch, name.strip("_"))
-            many = isinstance(second, Tensor) and second.numel() > 1
-            ends = (second.min(), second.max()) if many else None
-            return _by_steps(first, ends, lambda index: compare(index, second))
+def _equal(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    first, second = args if _hidden(args[0]) is not None else args[::-1]
+    if first.dtype == torch.bool:
+        a, b = _soft(first), _soft(second)
+        b = b.to(a) if isinstance(b, Tensor) else b
+        same = 1 - a - b + 2 * a * b
+    elif (likely := _likely(first)) is None:
+        many = isinstance(second, Tensor) and second.numel() > 1
+        ends = (second.min(), second.max()) if many else None
+        same = _by_steps(first, ends, lambda index: index == second)
+    else:
         if (other := _likely(second)) is None:  # whether a given place was chosen
             places = torch.arange(likely.shape[-1], device=likely.device)
             other = torch.as_tensor(second, device=likely.device)[..., None] == places
         same = (likely * other).sum(-1)
-        return 1 - same if name == "ne" else same
-    if name in ("scatter_add", "scatter") and args[1] % first.dim() == first.dim() - 1:
-        _, dim, index, added = args
-        if (likely := _likely(index)) is None:
-            moved = getattr(torch, name)
-            return _by_steps(
-                index, (0, first.shape[dim] - 1), lambda index: moved(first, dim, index, added)
-            )
-        added = added[..., None].to(likely) if isinstance(added, Tensor) else added
-        return first + (_padded(likely, first.shape[dim]) * added).sum(-2)
-    if name == "index_put" and len(second) > 1 and (likely := _likely(second[-1])) is not None:
-        added = _padded(likely, first.shape[-1]) * args[2][..., None]
-        return first.detach().to(added).index_put(second[:-1], added, accumulate=True)
-    if name == "bincount" and (likely := _likely(first)) is not None:
-        least = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
-        return _padded(likely.sum(0), max(least, int(first.max()) + 1))
-    if name in LOOKS_UP and len(args) > max(LOOKS_UP[name]):
-        index, rows = (args[place] for place in LOOKS_UP[name])
-        if isinstance(index, tuple) and _hidden(index[-1]) is not None:  # as in z[row, place]
-            return _of_each(index[-1], rows[index[:-1]])
-        if _hidden(index) is not None:
-            return _looked_up(index, rows, args[1] if name == "gather" else None)
-    if name == "one_hot" and _hidden(first) is not None:
-        classes = kwargs.get("num_classes", -1 if second is None else second)
-        classes = classes if classes > 0 else int(first.max()) + 1
-        if (likely := _likely(first)) is None:
-            return _by_steps(first, (0, classes - 1), lambda index: one_hot(index, classes))
-        return _padded(likely, classes)
-    if (likely := _likely(first, inf if name == "__getitem__" else MOST)) is None:
+    return 1 - same if name == "ne" and same is not None else same
+
+
+def _scattered(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    first, dim, index, added = args
+    if dim % first.dim() != first.dim() - 1:
         return None
-    if name == "mode":
-        return likely.mean(kwargs.get("dim", first.dim() - 1 if second is None else second))
-    if name == "__getitem__":
-        return likely[(*second, slice(None)) if isinstance(second, tuple) else second]
-    if name in SHAPES:
-        places = torch.arange(first.numel(), device=first.device).view(first.shape)
-        moved = getattr(Tensor, name)(places, *args[1:], **kwargs)
-        if not isinstance(moved, Tensor):
-            return [likely.flatten(0, -2)[one] for one in moved]
-        fits = moved.numel() * likely.shape[-1] <= MOST and not moved.is_floating_point()
-        return likely.flatten(0, -2)[moved.long()] if fits else None
-    return None
+    if (likely := _likely(index)) is None:
+        scatter, ends = getattr(torch, name), (0, first.shape[dim] - 1)
+        return _by_steps(index, ends, lambda index: scatter(first, dim, index, added))
+    added = added[..., None].to(likely) if isinstance(added, Tensor) else added
+    return first + (_padded(likely, first.shape[dim]) * added).sum(-2)
 
 
-def _padded(likely: Any, places: int) -> Tensor:
-    return pad(likely, (0, places - likely.shape[-1]))
+def _put(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    first, places, added = args[:3]
+    if len(places) < 2 or (likely := _likely(places[-1])) is None:
+        return None
+    added = _padded(likely, first.shape[-1]) * added[..., None]
+    return first.detach().to(added).index_put(places[:-1], added, accumulate=True)
 
 
-def _looked_up(index: Any, rows: Any, dim: int | None) -> Any:
-    """Return what rows [N, …] of a table become if the choice of them has a slope; or None.
+def _counted(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    least = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
+    likely = _likely(args[0])
+    return None if likely is None else _padded(likely.sum(0), max(least, int(args[0].max()) + 1))
 
-    Their mean by how likely each of them is. `dim` is that of `gather`, which has a table for each
-    image.
-    """
+
+def _most_often(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    likely, dim = _likely(args[0]), kwargs.get("dim", args[1] if len(args) > 1 else -1)
+    return None if likely is None else likely.mean(dim % args[0].dim())
+
+
+def _coded(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    index = args[0]
+    classes = kwargs.get("num_classes", args[1] if len(args) > 1 else -1)
+    classes = classes if classes > 0 else int(index.max()) + 1
+    if (likely := _likely(index)) is None:
+        return _by_steps(index, (0, classes - 1), lambda index: one_hot(index, classes))
+    return _padded(likely, classes)
+
+
+def _looked_up(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Return rows [N, …] of a table, or of one for each image, by how likely each of them is."""
+    index, rows = (args[place] for place in LOOKS_UP[name])
+    if isinstance(index, tuple) and _hidden(index[-1]) is not None:  # as in z[row, place]
+        return _of_each(index[-1], rows[index[:-1]])
+    if _hidden(index) is None:  # places of which some are taken
+        likely = _likely(rows, inf)
+        every = (*index, slice(None)) if isinstance(index, tuple) else index
+        return None if likely is None or name != "__getitem__" else likely[every]
     if not isinstance(rows, Tensor) or index.dtype == torch.bool:
         return None
+    dim = args[1] if name == "gather" else None
     if (likely := _likely(index)) is None:
         return _by_steps(index, (0, len(rows) - 1), rows.__getitem__) if dim is None else None
     if not rows.is_floating_point() and (dim is not None or rows.dim() == 1):  # labels
@@ -456,6 +443,47 @@ def _looked_up(index: Any, rows: Any, dim: int | None) -> Any:
     if rows.dim() > index.dim():
         return likely @ rows if dim % index.dim() == index.dim() - 1 else None
     return (likely * rows.movedim(dim, -1).unsqueeze(dim)).sum(-1)
+
+
+OF_PLACES = {
+    **dict.fromkeys(EQUALS, _equal),
+    **dict.fromkeys(("scatter", "scatter_add"), _scattered),
+    **dict.fromkeys(LOOKS_UP, _looked_up),
+    **{"index_put": _put, "bincount": _counted, "mode": _most_often, "one_hot": _coded},
+}
+
+
+def _of_places(func: Any, name: str, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
+    """Return what an operation on places that were chosen gives if the choice has a slope; or None.
+
+    The probability of each place takes the place of its number.
+    """
+    if name in OF_PLACES:
+        return OF_PLACES[name](name, args, kwargs)
+    if (likely := _likely(args[0])) is None or not likely.numel():
+        return None
+    # An operation that moves any numbers in the same way moves the probabilities, too.
+    places = torch.arange(args[0].numel(), device=likely.device).view(args[0].shape)
+    high, low = places // 128, places % 128  # small enough for all types
+
+    def moved(numbers: Tensor) -> list[Tensor]:
+        return _parts(func(numbers.to(args[0].dtype), *args[1:], **kwargs))
+
+    found = []
+    for one, *at in zip(_parts(out), *map(moved, (high, low, 127 - low)), strict=True):
+        above, below, reverse = (part.long() for part in at)
+        place = 128 * above + below
+        fits = place.numel() * likely.shape[-1] <= MOST and not one.is_floating_point()
+        if not fits or (reverse != 127 - below).any() or (place >= places.numel()).any():
+            return None
+        if (args[0].flatten()[place] != one).any():
+            return None
+        found.append(likely.flatten(0, -2)[place])
+    return found if isinstance(out, list | tuple) else found[0]
+
+
+def _padded(likely: Any, places: int) -> Tensor:
+    return pad(likely, (0, places - likely.shape[-1]))
 
 
 def _of_each(index: Tensor, rows: Tensor) -> Any:

@@ -508,6 +508,8 @@ LOOKED_UP = (
     lambda x: BOOK[x.sort(1).indices[:, 0]],
     lambda x: BOOK[(-x).argsort(1, descending=True)[..., :1]].sum(1),
     lambda x: BOOK[x.topk(1, largest=False).indices.flatten()],
+    lambda x: BOOK[x.argmin(1, keepdim=True).tile(1, 3).narrow(1, 1, 1).rot90(2).flatten().flip(0)],
+    lambda x: BOOK[x.argmin(1).byte().long()],
     lambda x: BOOK.index_select(0, x.argmin(1)),
     lambda x: nn.functional.embedding(x.argmin(1), BOOK),
     lambda x: one_hot(x.argmin(1), 2).float() @ BOOK,
