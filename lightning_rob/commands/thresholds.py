@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from lightning_rob.comparisons import rounded_down
 
-BLIND = "robust/blind"  # also as "blind": a share that must not rise above its value
+BLIND = "robust/blind"  # a share that must not rise above its value
 FINDINGS = "robust/findings"  # their number, likewise
 
 
@@ -27,12 +27,15 @@ def parse_thresholds(text: str) -> dict[str, float]:
 
 
 def violations(limits: Mapping[str, float], logged: Mapping[str, float], stage: str) -> list[str]:
-    """Describe each figure beyond its limit in one line: accuracies must not be below it."""
+    """Describe each figure beyond its limit in one line: accuracies must not be below it.
+
+    The name of an attack, or another one after "robust/", is enough: worst, pgd, blind.
+    """
     lines = []
     for name, limit in limits.items():
         short = name.removeprefix(f"{stage}/")
-        key = f"{stage}/{BLIND if short == 'blind' else short}"
-        if key not in logged:
+        names = (f"{stage}/{short}", f"{stage}/robust/{short}")
+        if not (key := next((key for key in names if key in logged), "")):
             known = sorted(k.removeprefix(f"{stage}/") for k in logged if k.startswith(stage))
             raise ValueError(f"no figure {name} was measured, only {', '.join(known) or 'none'}")
         if key.endswith(FINDINGS):

@@ -12,7 +12,8 @@ from lightning_rob.evaluation.records import measured
 def test_thresholds():
     assert parse_thresholds("robust/worst=0.4, acc=90%") == {"robust/worst": 0.4, "acc": 0.9}
     figures = {"test/robust/worst": 0.41, "test/acc": 0.8, "val/acc": 1.0}
-    assert violations({"robust/worst": 0.41}, figures, "test") == []
+    assert violations({"robust/worst": 0.41, "worst": 0.41}, figures, "test") == []
+    assert violations({"worst": 0.42}, figures, "test") == ["worst is 41.00%, below 42%"]
     assert violations({"acc": 0.9}, figures, "test") == ["acc is 80.00%, below 90%"]
     assert violations({"test/acc": 0.9}, figures, "test") != []
     assert violations({"acc": 0.1}, {"test/acc": math.nan}, "test") != []

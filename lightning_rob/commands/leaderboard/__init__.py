@@ -23,6 +23,7 @@ class LeaderboardConfig(SpreadConfig):
 
     Each submission is checked: the protocol of its scores, the fingerprint of its weights,
     severe findings. One that fails gets no rank, with the reason, and the exit code is 1.
+    Scores are trusted without --check. Classes of yours need --allow-import PACKAGE.
     Writes leaderboard.md, .html and .json into the folder.
 
     Args:
