@@ -58,7 +58,7 @@ APART = 0.01  # of the lead of the largest logit, by which noise or another batc
 COSTLY = ("queries", "copies", "pairs", "stand_in")  # of an attack that needs more passes
 STUCK = 0.8  # share of the images left from which attacks are tried that cost more
 MOST_PARTS = 2  # of a network, before which a surrogate takes the place of what is there
-TARGETS = 9
+TARGETS, FOR_A_TARGET = 9, 120  # wrong classes at most, and passes to climb towards each
 LOCAL = 0.5  # of the passes for the winners, for a search without slopes from their images
 MOST_LOCAL = 0.7  # of them where few pixels win, in few passes
 VIEWS = 2  # surrogates with which few pixels are changed by one length
@@ -586,6 +586,8 @@ class Search:
         if own and hasattr(getattr(attack, "attack", None), "step_size"):
             steps = max(passes // attack.cost(self.count), 1)
             attack = _changed(attack, step_size=2.5 * self.threat.eps / steps)
+        if getattr(getattr(attack, "attack", None), "targets", 0):  # few steps reach none
+            attack = _changed(attack, targets=min(max(passes // FOR_A_TARGET, 3), TARGETS))
         return Budgeted(attack, max(passes, 1))
 
     def _noisy(self, view: SurrogateGradient) -> SurrogateGradient:
