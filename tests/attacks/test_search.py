@@ -655,6 +655,17 @@ def test_odd_forms_run():
         assert found.abs().max() < 1e-6  # probabilities have the sum 1
 
 
+@pytest.mark.parametrize(("passes", "classes"), [(500, 3), (1500, 4)])
+def test_runs_towards_classes_have_steps_enough(passes, classes):
+    """Of few passes they climb towards the classes of the largest scores alone."""
+    defense = Single(nn.Sequential(nn.Flatten(), nn.Linear(36, 10)))
+    x = torch.rand(4, 1, 6, 6)
+    found = Auto(Threat("linf", 1e-6), passes).find(defense, x, defense(x).argmax(1), seeded())
+    (run,) = (trial for trial in found.trail if "towards" in trial.words)
+    assert run.words == f"winner: APGD towards {classes} classes"
+    assert classes == 3 or run.passes >= 120 * classes
+
+
 def test_stages_of_another_network_are_refused():
     with pytest.raises(ValueError, match=r"stages \(99,\) of \d+ values: search again"):
         SurrogateGradient(APGD(THREAT), stages=(99,))(Single(trained_net(1)), *images(4), seeded())
