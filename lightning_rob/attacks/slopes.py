@@ -423,6 +423,8 @@ def _coded(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _looked_up(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     """Return rows [N, …] of a table, or of one for each image, by how likely each of them is."""
+    if len(args) <= max(LOOKS_UP[name]):  # others are given by name
+        return None
     index, rows = (args[place] for place in LOOKS_UP[name])
     if isinstance(index, tuple) and _hidden(index[-1]) is not None:  # as in z[row, place]
         return _of_each(index[-1], rows[index[:-1]])
@@ -500,7 +502,7 @@ def _by_steps(index: Tensor, ends: Any, rows: Callable[[Tensor], Tensor]) -> Any
     The row changes by the mean difference to its neighbors, of which none is beyond the ends.
     """
     source: Any = _hidden(index)
-    if source.shape != index.shape:
+    if source is None or source.shape != index.shape:
         return None
     step = source.detach() - source.detach().mean()
     width = step.square().sum() / (step * index).sum()  # of a whole number

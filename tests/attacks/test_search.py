@@ -654,6 +654,13 @@ def test_odd_forms_run():
         found = slope(lambda x: nn.functional.softmax(x, dim=None) + float(x == "a"), *slopes)
         assert found.abs().max() < 1e-6  # probabilities have the sum 1
 
+    def set_elsewhere(x):
+        places = torch.zeros(2, 1, dtype=torch.long)
+        return whole(x).scatter(1, places, 9).gather(dim=1, index=places + 1).float()
+
+    expected = torch.tensor([[0.0, 4.0], [0.0, 4.0]])
+    torch.testing.assert_close(slope(set_elsewhere, "rounding"), expected)
+
 
 @pytest.mark.parametrize(("passes", "classes"), [(500, 3), (1500, 4)])
 def test_runs_towards_classes_have_steps_enough(passes, classes):
