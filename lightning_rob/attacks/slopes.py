@@ -348,7 +348,7 @@ def _as_if_smooth(func: Any, name: str, args: Any, kwargs: dict[str, Any], out: 
             return other
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, ValueError, TypeError, IndexError):  # in a form that is not known
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):  # in another form
         pass
     alike = _hidden(first) is not None and getattr(out, "shape", None) == first.shape
     return _soft(first) if alike and not out.is_floating_point() else None
