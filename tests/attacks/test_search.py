@@ -118,6 +118,7 @@ def test_steps_within_l2_and_l1(threat):
 def test_noise_before_steps_within_l2():
     """One prediction is no proof there, so that few pixels are judged by draws."""
     x, y = images(IMAGES, seed=4)
+    torch.manual_seed(0)  # of the network's noise, which tests before this one would decide
     net = Through(trained_net(1), before=lambda x: (4 * x + 0.1 * torch.randn_like(x)).round() / 4)
     threat = Threat("l2", 0.4)
     found = Auto(threat, PASSES).find(Single(net), x, y, seeded())
