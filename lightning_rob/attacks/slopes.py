@@ -188,26 +188,33 @@ class OtherSlopes(TorchFunctionMode):
             return self._rounded(func, name, args, kwargs)
         if name in SATURATES and "saturating" in self.slopes:
             return self._through(func, args, kwargs, first)
-        dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
-        # By exp it may be written by hand, or as a sum of kernels, which underflow.
-        picks_one = name in ("softmax", "exp") and isinstance(dim, int) and first.dim() > 0
-        if picks_one and first.shape[dim] > 1:
-            best = first.detach().topk(2, dim).values
-            lead, low = -best.diff(dim=dim), -best.narrow(dim, 0, 1) if name == "exp" else 0
-            self.leads.append((lead + low).median())
-            if "saturating" in self.slopes:
-                # Where two scores are close, the usual lead, so that no value outweighs all others.
-                usual = lead.nan_to_num(0, 0, 0).median()  # scores may be masked by -inf
-                picks = (lead.maximum(usual) / 2).nan_to_num(1.0).clamp(1, 1e6)
-                other = softmax(first / picks, dim)
-                honest = func(first, *args[1:], **kwargs)
-                other = torch.where(self.leads[-1] > STEEP, other, honest)
-                return self._through(func, args, kwargs, other)
+        if name in ("softmax", "exp"):
+            return self._picked(func, name, args, kwargs)
         out = func(*args, **kwargs)
         if isinstance(out, Tensor) and not out.is_floating_point() and out.shape == first.shape:
             self.met.add("rounding")  # a cast to whole numbers
             return _hiding(out, first) if "rounding" in self.slopes else out
         return out
+
+    def _picked(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Give a softmax that only picks one value a slope.
+
+        By exp it may be written by hand, or as a sum of kernels, which underflow.
+        """
+        first, dim = args[0], kwargs.get("dim", args[1] if len(args) > 1 else -1)
+        if not isinstance(dim, int) or first.dim() == 0 or first.shape[dim] < 2:
+            return func(*args, **kwargs)
+        best = first.detach().topk(2, dim).values
+        lead, low = -best.diff(dim=dim), -best.narrow(dim, 0, 1) if name == "exp" else 0
+        self.leads.append((lead + low).median())
+        if "saturating" not in self.slopes:
+            return func(*args, **kwargs)
+        # Where two scores are close, the usual lead, so that no value outweighs all others.
+        usual = lead.nan_to_num(0, 0, 0).median()  # scores may be masked by -inf
+        picks = (lead.maximum(usual) / 2).nan_to_num(1.0).clamp(1, 1e6)
+        honest = func(first, *args[1:], **kwargs)
+        other = torch.where(self.leads[-1] > STEEP, softmax(first / picks, dim), honest)
+        return self._through(func, args, kwargs, other)
 
     def _chosen(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         """Keep with the places of the largest or smallest values how likely each place is."""

@@ -650,7 +650,7 @@ def test_slopes():
 
 @pytest.mark.filterwarnings("ignore:Implicit dimension")
 def test_odd_forms_run():
-    """A softmax without a dimension, and a comparison with what is no number."""
+    """A softmax without a dimension, a comparison with what is no number, a scatter by places."""
     for slopes in ((), SLOPES):
         found = slope(lambda x: nn.functional.softmax(x, dim=None) + float(x == "a"), *slopes)
         assert found.abs().max() < 1e-6  # probabilities have the sum 1
