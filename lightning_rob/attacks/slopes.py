@@ -212,7 +212,7 @@ class OtherSlopes(TorchFunctionMode):
         # Where two scores are close, the usual lead, so that no value outweighs all others.
         usual = lead.nan_to_num(0, 0, 0).median()  # scores may be masked by -inf
         picks = (lead.maximum(usual) / 2).nan_to_num(1.0).clamp(1, 1e6)
-        honest = func(first, *args[1:], **kwargs)
+        honest = func(first.clone(), *args[1:], **kwargs)  # it may work in place
         other = torch.where(self.leads[-1] > STEEP, softmax(first / picks, dim), honest)
         return self._through(func, args, kwargs, other)
 

@@ -629,6 +629,7 @@ def test_slopes():
             gradient(lambda x: likely(x) @ BOOK),
         ),
         (by_hand, ("saturating",), gradient(lambda x: likely(x) @ BOOK)),
+        (lambda x: x.clone().exp_(), ("saturating",), gradient(torch.exp)),
         (
             lambda x: (x - 60).exp() @ BOOK,
             ("saturating",),
