@@ -247,8 +247,8 @@ def randomness(target: CheckTarget, columns: Columns) -> Finding:
     if target.exact and columns["is_random"].any():
         return Finding(
             "warning",
-            f"The logits of {images_of(columns['is_random'])} are random, though a "
-            f"{type(target.defense).__name__} stands for a defense without randomness.",
+            f"The logits of {images_of(columns['is_random'])} are random: a network draws noise, "
+            "which attacks without draws do not average over.",
             "Attack with draws (PGD(draws=10)), evaluate with inferences=10 and report the "
             "interval.",
         )

@@ -149,7 +149,8 @@ def test_published_scores_of_another_protocol_have_no_rank(board, content, tmp_p
     content["protocol"]["passes"] = 7
     found = told(*published(content, board, tmp_path))
     assert [one["folder"] for one in found["submissions"]] == ["BAT_1"]
-    assert "Smoothed: another protocol: passes is 7, not 60" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "BAT_0, BAT_1, Smoothed: another protocol: passes is 7, not 60" in out
 
 
 @pytest.fixture

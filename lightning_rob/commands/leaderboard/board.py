@@ -166,10 +166,16 @@ def reason(error: Exception, shape: list[int]) -> str:
 
 
 def print_reasons(found: Sequence[Submission]) -> None:
-    """Print why submissions have no rank."""
+    """Print why submissions have no rank; a reason that published ones share, once."""
+    alike: dict[tuple[str, str], list[str]] = {}
     for one in found:
         for reason in one.reasons:
-            print(visible(f"{one.folder.name}: {reason}"), flush=True)
+            key = reason, "" if one.published else one.folder.name
+            alike.setdefault(key, []).append(one.folder.name)
+    for (reason, _), names in alike.items():
+        others = f" and {len(names) - 2} others" if len(names) > 3 else ""
+        first = ", ".join(names[:2] if others else names)
+        print(visible(f"{first}{others}: {reason}"), flush=True)
 
 
 def rows(submissions: Sequence[Submission], norm: str) -> list[dict[str, Any]]:
