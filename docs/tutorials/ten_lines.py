@@ -54,8 +54,8 @@ result = evaluate(net, attacks, [(images, labels)], progress=False)
 print(result.table())
 
 # %% [markdown]
-# `worst` is the accuracy under the strongest attack on each image. Report this accuracy. It is an
-# upper bound, because a stronger attack may exist.
+# `worst` is the accuracy under the strongest attack, for a fixed network on each image. Report this
+# accuracy. It is an upper bound, because a stronger attack may exist.
 #
 # ## Accuracy by radius
 

@@ -56,15 +56,15 @@ HEADS = (
     "prediction>",
 )
 NOTE = (
-    "Worst: the strongest attack on each image, of the usual one, those made for the kind of "
-    "defense, and Auto. Ranks are by worst; defenses whose ranks overlap may be equally robust. "
-    "Intervals of 95 % cover the images and, with several seeds, the trainings; with one seed "
-    "another training may rank elsewhere. Certified: the "
-    "share of images on which no attack within the radius changes the right prediction. Power: the "
-    "share of planted adversarial images that the ablest attack finds. Resubmitted: against an "
-    f"attacker who may submit {SUBMISSIONS} times. Known noise: against one who knows the draws "
-    "that predict. Training: passes of a training image. Prediction: its time in forward passes of "
-    "one of the defense's networks."
+    "Worst: the strongest attack on each image, or on all images at once if the defense adapts, "
+    "of the usual one, those made for the kind of defense, and Auto. Ranks are by worst; defenses "
+    "whose ranks overlap may be equally robust. Intervals of 95 % cover the images and, with "
+    "several seeds, the trainings; with one seed another training may rank elsewhere. Certified: "
+    "the share of images on which no attack within the radius changes the right prediction. "
+    "Power: the share of planted adversarial images that the ablest attack finds. Resubmitted: "
+    f"against an attacker who may submit {SUBMISSIONS} times. Known noise: against one who knows "
+    "the draws that predict. Training: passes of a training image. Prediction: its time in "
+    "forward passes of one of the defense's networks."
 )
 
 
