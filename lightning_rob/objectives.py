@@ -333,6 +333,16 @@ def expected_dlr(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     return expectation(weights, margin(logits, y) / spread)
 
 
+@partial(Objective, reduction="mean")
+def expected_relative_margin(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
+    """Compute the mean over draws of the margin divided by the norm of the logits.
+
+    It is independent of the logits' scale, as DLR is, which two classes do not have.
+    """
+    size = logits.norm(dim=-1) + guard(logits, DLR_GUARD)
+    return expectation(weights, margin(logits, y) / size)
+
+
 def targeted_dlr(target: Tensor) -> Objective:
     """Return the targeted difference-of-logits ratio (Croce and Hein 2020a, eq. 7), over draws.
 

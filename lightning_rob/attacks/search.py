@@ -30,6 +30,7 @@ from lightning_rob.defenses.rejection import unwrapped
 from lightning_rob.objectives import (
     expected_dlr,
     expected_probability_margin,
+    expected_relative_margin,
     linear,
     losses_of_rule,
     spread,
@@ -63,6 +64,7 @@ LOCAL = 0.5  # of the passes for the winners, for a search without slopes from t
 MOST_LOCAL = 0.7  # of them where few pixels win, in few passes
 VIEWS = 2  # surrogates with which few pixels are changed by one length
 BISECTIONS = 9  # to find what change of each pixel crosses a step
+SHRUNK = 0.3  # spread of the logits after a step, from which their scale hides where it leads
 NO_GRADIENT = "no gradient leads to the images"
 LOOKING_FROM = 30  # passes of an image and network from which it pays to look for what hides
 WINDOW = 0.2  # share of the image in its first windows
@@ -193,7 +195,8 @@ class Search:
         again = type(defense).sample_logits is Defense.sample_logits  # all draws of a prediction
         self.draws = ceil(DRAWS / self.networks) if drawn and again else DRAWS
         self.cross_entropy, self.margin = losses_of_rule(defense.rule, self.networks)
-        self.random = self.together = self.rugged = False
+        self.relative = expected_dlr if classes > 2 else expected_relative_margin
+        self.random = self.together = self.rugged = self.shrinking = False
         self.blocked = self.cut = False  # whether something has no slope, or is cut off
         self.findings: list[str] = []
         self.trail: list[Trial] = []
@@ -205,12 +208,15 @@ class Search:
     def run(self, first: Attack, opening: int) -> AutoResult:
         """Attack all images by `first`, within `opening` passes, and by what is found."""
         views = self._views(positions(self.x)[:PROBED])
-        if self.drawn and len(views) == 1:  # nothing is hidden
+        self.shrinking = self.shrinking or self._is_shrinking(views[0], positions(self.x)[:PROBED])
+        if self.drawn and len(views) == 1 and not self.shrinking:  # nothing is hidden
             return self._planned()
         shares: list[float] = [*SHARES]
-        if self.random and (self.drawn or isinstance(self.defense, Single)):
+        drawn = self.random and (self.drawn or isinstance(self.defense, Single))
+        if drawn:
             start, *shares = OF_RANDOM
             opening = int(start * self.passes)
+        if drawn or self.together:  # no image may leave a batch on which the others depend
             first = self._within(views[0], opening)
         best = self._opened(first)
         if best is None:
@@ -276,7 +282,7 @@ class Search:
         if several and not self.findings and not self._is_rugged(views[0], rows[:PROBED]):
             return []
         judged = self._judged(views, rows, shares)
-        if several and judged and not self.blocked:
+        if several and judged and not self.blocked and not self.shrinking:
             found = judged[0].attack
             if hasattr(found, "slopes") and replace(found, attack=views[0].attack) == views[0]:
                 return []
@@ -548,6 +554,30 @@ class Search:
                 handle.remove()
         return found if self.networks == 1 else dict([*found.items()][: MOST_PARTS * self.networks])
 
+    def _is_shrinking(self, view: SurrogateGradient, rows: Tensor) -> bool:
+        """Return whether a step along the margin shrinks the logits, and fools no image so.
+
+        A margin whose scale falls away from the data leads there instead of across the boundary.
+        """
+        x, y, seen = self.x[rows], self.y[rows], SeenThrough(self.defense, view)
+        self.spent += 4 * self.networks
+        try:
+            with restricted_to(self.defense, rows), own_streams(self.seed, x.device):
+                gradient = ObjectiveGradient(self.margin)(seen, x, y, self._noise()).gradient
+                step = self.threat.eps * self.threat.direction(gradient)
+                moved = self.threat.project(x + step, x)
+                with torch.no_grad():
+                    sizes = [spread(seen.logits(z, self._noise())).mean(0) for z in (x, moved)]
+                    right = self.defense(moved, self._noise()).gather(1, y[:, None]) > 0.5
+        except RuntimeError as error:
+            if not lacks_gradient(error):
+                raise
+            return False
+        ratio = (sizes[1] / sizes[0])[right]
+        shrinks = len(ratio) > 1 and float(ratio.median()) < SHRUNK
+        self.findings += ["logits that shrink where the margin grows"] if shrinks else []
+        return shrinks
+
     def _is_rugged(self, view: SurrogateGradient, rows: Tensor) -> bool:
         """Return whether slopes of the margin say little of its changes within the ball."""
         x, y, seen = self.x[rows], self.y[rows], SeenThrough(self.defense, view)
@@ -579,6 +609,8 @@ class Search:
     def _candidates(self, views: list[SurrogateGradient]) -> Iterator[SurrogateGradient]:
         yield from views
         yield _changed(views[0], objective=self.cross_entropy)
+        if self.shrinking:
+            yield _changed(views[0], objective=self.relative)
 
     def _within(self, attack: Any, passes: int) -> Budgeted:
         """Return the attack within some passes, with steps of PGD that lead across the ball."""
@@ -631,7 +663,8 @@ class Search:
         each = self.networks == 1 or self.defense.rule is random_member
         if each and not self.random:
             objectives += [expected_probability_margin]
-            objectives += [expected_dlr] if self.classes > 2 else []
+        if self.shrinking or (each and not self.random and self.classes > 2):
+            objectives += [self.relative]
         losses = [o for o in objectives if o is not best.attack.objective]
         tried = [_changed(best, objective=objective) for objective in losses]
         if self.random and self._lost:
@@ -706,6 +739,7 @@ class Search:
             return [(1.0, _changed(best.attack, draws=MORE_DRAWS * self.draws // DRAWS))]
         if self.networks > 1 and not self.random and hasattr(best.attack, "slopes"):
             losses = (self.cross_entropy, self.margin)  # of their rule, each better at times
+            losses = (self.relative, losses[0]) if self.shrinking else losses
             return [(1.0, _changed(best.attack, objective=loss)) for loss in losses]
         follows = not getattr(best.attack, "copies", 1)  # a gradient, at the image itself
         # Of several networks, losses of their rule say more than a loss towards a class.

@@ -36,6 +36,17 @@ EQUALS = {"eq", "__eq__", "ne"}
 IN_PLACE = {"__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"}
 CUTS = {"_set_grad_enabled", "detach", "detach_", "requires_grad_"}
 LEAVES_TORCH = {"numpy", "__array__", "tolist", "item"}
+COPIES = {"tensor", "new_tensor", "as_tensor", "asarray"}  # of a tensor, or of what left torch
+REDUCES: dict[str, Callable[..., Tensor]] = {
+    "count_nonzero": torch.sum,
+    "any": torch.amax,
+    "all": torch.amin,
+}  # conditions
+PRODUCTS = {"matmul", "__matmul__", "mm", "bmm", "linear", "einsum"}  # of one type of numbers
+ARGUMENTS = {  # the first ones, where they may be given by name
+    **dict.fromkeys(("gather", "index_select"), ("input", "dim", "index")),
+    **{"bucketize": ("input", "boundaries"), "searchsorted": ("sorted_sequence", "input")},
+}
 NEAR = 16  # places that a choice is among, for the temperature of its slope
 MOST = 2.0**25  # numbers by which places are looked up
 STEEP = 20.0  # lead of the largest score, in the median, from which a softmax only picks
@@ -94,6 +105,10 @@ class OtherSlopes(TorchFunctionMode):
             return RemovableHandle(OrderedDict()) if left_out else func(*args, **kwargs)
         if name in CUTS | LEAVES_TORCH:
             return self._detached(func, name, args, kwargs)
+        if name in COPIES:
+            return self._copied(func, args, kwargs)
+        if name == "softmin":
+            func, name, args = softmax, "softmax", (-args[0], *args[1:])
         if self.gone:
             args = tuple(map(self._returned, args))
         plain = name if name.endswith("__") else name.removesuffix("_")
@@ -133,6 +148,14 @@ class OtherSlopes(TorchFunctionMode):
             return first
         return first.clone()
 
+    def _copied(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Let gradients pass where numbers are copied; a copy of an array comes back from numpy."""
+        out, source = func(*args, **kwargs), args[-1] if args else None
+        if not differentiated(source) or differentiated(out):
+            return out
+        self.met.add("detached")
+        return _given(out, source) if "detached" in self.slopes else out
+
     def _returned(self, value: Any) -> Any:
         """Return a batch that comes back from numpy in its shape, with the identity's slope."""
         if isinstance(value, list | tuple):
@@ -141,14 +164,22 @@ class OtherSlopes(TorchFunctionMode):
         if not isinstance(value, Tensor) or value.requires_grad or "known" in vars(value):
             return value
         alike = [one for one in self.gone if one.shape == value.shape]
-        if not (alike and value.is_floating_point()):
+        if not alike:
             return value
+        if not value.is_floating_point():  # as from a comparison in numpy
+            return _hiding(value, alike[-1])
         # Of several networks, the output that came back as it went; else what went last.
         same = (one for one in alike if torch.equal(one, value.to(one)))
         gone = next(same, alike[-1])
         return ValueWithGradientOf.apply(value.to(gone), gone)
 
     def _with_slope(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        names = ARGUMENTS.get(name, ())
+        if names and not {*names[len(args) :]} - {*kwargs}:
+            args = (*args, *(kwargs[key] for key in names[len(args) :]))
+            kwargs = {key: value for key, value in kwargs.items() if key not in names}
+        if "axis" in kwargs:
+            kwargs = {"dim" if key == "axis" else key: value for key, value in kwargs.items()}
         first: Any = args[1 if name == "searchsorted" else 0] if args else None
         joined = first if name in ("stack", "cat", "concat") else ()
         joined = args[1] if len(args) > 1 and isinstance(args[1], tuple) else joined
@@ -339,6 +370,8 @@ def _as_if_smooth(func: Any, name: str, args: Any, kwargs: dict[str, Any], out: 
             return _difference(name, _soft(first), _soft(second))
         if name in REMAINS:
             return _soft(first).detach()
+        if name in REDUCES:
+            return REDUCES[name](_soft(first), *args[1:], **kwargs)
         if name in SHIFTS:
             return _soft(first) * 2.0 ** (SHIFTS[name] * second)
         if "floor" in name:
@@ -350,6 +383,9 @@ def _as_if_smooth(func: Any, name: str, args: Any, kwargs: dict[str, Any], out: 
             return LOGIC[name] * a * b + (0 if name in JOINS else a + b)
         given = [_soft(first.clone() if differentiated(first) else first), *map(_soft, args[1:])]
         given[0] = [*map(_soft, first)] if isinstance(first, list | tuple) else given[0]
+        if name in PRODUCTS:
+            kind = next(one.dtype for one in given if differentiated(one))
+            given = [one.to(kind) if isinstance(one, Tensor) else one for one in given]
         other = None if name in LIMITS else func(*given, **kwargs)
         if isinstance(other, tuple) or differentiated(other):
             return other

@@ -511,7 +511,8 @@ LOOKED_UP = (
     lambda x: BOOK[x.topk(1, largest=False).indices.flatten()],
     lambda x: BOOK[x.argmin(1, keepdim=True).tile(1, 3).narrow(1, 1, 1).rot90(2).flatten().flip(0)],
     lambda x: BOOK[x.argmin(1).byte().long()],
-    lambda x: BOOK.index_select(0, x.argmin(1)),
+    lambda x: BOOK.index_select(0, x.argmin(axis=-1)),
+    lambda x: torch.gather(BOOK, dim=0, index=x.argmin(1, keepdim=True).expand(2, 2)),
     lambda x: nn.functional.embedding(x.argmin(1), BOOK),
     lambda x: one_hot(x.argmin(1), 2).float() @ BOOK,
     lambda x: torch.stack([(x.argmin(1) == k).float() for k in range(2)], 1) @ BOOK,
@@ -573,6 +574,7 @@ def matched(x):
     return (-(x[..., None] - ENDS).square() / 2).softmax(-1) @ ENDS
 
 
+WHOLE = torch.tensor([[1, 2], [3, 4]])
 OF_EITHER = torch.tensor([[2.0, 1.0], [1.0, 0.0]])
 
 
@@ -582,6 +584,7 @@ def by_hand(x):
     return e / e.sum(1, keepdim=True) @ BOOK
 
 
+@pytest.mark.filterwarnings("ignore:To copy construct")
 def test_slopes():
     ones, nearest = torch.ones(2, 2), gradient(lambda x: likely(-x) @ BOOK)
     along = numpy.polyfit(NUMBERS.flatten(), range(4), 1)[0]  # steps for each unit
@@ -619,12 +622,25 @@ def test_slopes():
         ),
         (lambda x: ((x > 0) | (x > 1)).float(), ("rounding",), OF_EITHER),
         (lambda x: torch.heaviside(x, torch.ones(())), ("rounding",), ones),
+        (lambda x: (x[..., None] > EDGES[:2]).count_nonzero(-1).float(), ("rounding",), 2 * ones),
+        (lambda x: (x > 0).any(1).float(), ("rounding",), torch.tensor([[0.0, 1], [0.5, 0.5]])),
+        (lambda x: (x > 0).all(1).float(), ("rounding",), torch.tensor([[1.0, 0], [0.5, 0.5]])),
+        (lambda x: (whole(x) @ WHOLE).float(), ("rounding",), torch.tensor([[12.0, 28], [12, 28]])),
+        (lambda x: torch.tensor(x), ("detached",), ones),
+        (lambda x: 2 * x.new_tensor(x), ("detached",), 2 * ones),
+        (lambda x: 2 * torch.tensor(x.detach().numpy()), ("detached",), 2 * ones),
+        (lambda x: 1.0 * torch.from_numpy(x.detach().numpy() > 0.5), SLOPES, ones),
         (lambda x: torch.bernoulli(x.sigmoid()), ("rounding",), gradient(torch.sigmoid)),
         (lambda x: x - x % 0.25, ("rounding",), ones),
         (lambda x: (255 * x).to(torch.int32) / 255, ("rounding",), ones),
         (lambda x: x.clone().clamp_(0, 1), ("saturating",), ones),
         (
             lambda x: (90 * x).softmax(1) @ BOOK,
+            ("saturating",),
+            gradient(lambda x: likely(x) @ BOOK),
+        ),
+        (
+            lambda x: nn.functional.softmin(-90 * x, 1) @ BOOK,
             ("saturating",),
             gradient(lambda x: likely(x) @ BOOK),
         ),
@@ -829,6 +845,54 @@ def test_nearest_neighbors(noise):
 
     assert ("noise of its own" in found.findings) == (noise > 0)
     assert left(found.x_adv) <= left(by_hand) + 0.1 < 0.5
+
+
+class Shrinking(nn.Module):
+    """A network whose logits shrink with the energy of its features, by up to e^4 on images."""
+
+    def __init__(self, seed=1, classes=4):
+        super().__init__()
+        self.net, self.classes = trained_net(seed).eval(), classes
+        self.usual = self.energy(images(300, seed=5)[0])[0].mean().item()
+
+    def energy(self, x):
+        h = self.net.norm(self.net.conv(x)).relu().flatten(1)
+        return h.square().sum(1, keepdim=True), h
+
+    def forward(self, x):
+        energy, h = self.energy(x)
+        z = h * (4 - 4 * energy / self.usual).exp() @ self.net.linear.weight.T
+        return z if self.classes == 4 else z.view(-1, 2, 2).sum(2)
+
+
+SHRINKS = {
+    "two classes": lambda: Single(Shrinking(classes=2)),
+    "noise": lambda: Single(Through(Shrinking(), before=noisy)),
+    "smoothing": lambda: Smoothing(Shrinking(), 0.05, draws=5),
+    "ensemble": lambda: Ensemble([Shrinking(seed) for seed in (1, 2, 3)], rule=mean_logits),
+}
+
+
+@pytest.mark.parametrize("name", SHRINKS)
+def test_logits_that_shrink_hide_nothing(name):
+    """The margin grows where they do, and an attack on it leads there."""
+    x, y = images(IMAGES, seed=4)
+    defense = SHRINKS[name]().eval()
+    y = defense.logits(x, seeded()).mean(0).argmax(1) if name == "two classes" else y
+    found = Auto(THREAT, 2 * PASSES).find(defense, x, y, seeded())
+    assert "logits that shrink where the margin grows" in found.findings
+    left = torch.stack([right(defense, found.x_adv, y) for _ in range(10)]).mean()
+    assert left < 0.35
+
+
+def test_a_network_that_refuses_one_image():
+    """It normalizes by its batch, of which one image has no variance."""
+    x, y = images(IMAGES, seed=4)
+    norm = nn.BatchNorm1d(4, affine=False, track_running_stats=False)
+    net = Through(trained_net(1), after=norm)
+    found = Auto(THREAT, PASSES).find(Single(net.eval()), x, y, seeded())
+    assert "predictions that depend on the batch" in found.findings
+    assert right(Single(net), found.x_adv, y).mean() < right(Single(net), x, y).mean() - 0.4
 
 
 def test_slopes_estimated_from_predictions():
