@@ -29,7 +29,7 @@ def test_checkpoints_of_the_tables_load(path):
 
 
 @pytest.mark.parametrize(
-    "path", ["docs/leaderboard_photographs.json", "benchmarks/leaderboard/digits_scores.json"]
+    "path", ["docs/leaderboard_photographs.json", "docs/leaderboard_digits.json"]
 )
 def test_published_scores_are_read(path):
     """A submission is ranked beside them (`--beside`)."""

@@ -5,9 +5,9 @@
     lightning-rob leaderboard benchmarks/leaderboard/digits --evaluate
 
 Each training goes into a folder of its own, with submission.yaml and last.ckpt; one that is there
-is left alone, and one that was stopped goes on from its last epoch. digits_scores.json has the
-scores of 93 trainings with seeds 0 to 4, whose models are not here: more trainings are ranked among
-them by --beside. The cost is counted: forward and backward passes of a training image through one
+is left alone, and one that was stopped goes on from its last epoch. The scores of 96 trainings,
+whose models are not here, are in docs/leaderboard_digits.json: more trainings are ranked among them
+by --beside. The cost is counted: forward and backward passes of a training image through one
 network, by the training itself (what a defense learns at the test is in its prediction). Epochs are
 chosen so that it comes near the protocol's limit and stays below.
 """
