@@ -76,7 +76,7 @@ class OtherSlopes(TorchFunctionMode):
         self.images = images
         self.met: set[Slope] = set()  # slopes that would change something
         self.leads: list[Tensor] = []  # median of each softmax: kept, as a GPU would wait
-        self.values: list[Tensor] = []  # [n, B, K], [B, K] or [n B, K], in the order of the calls
+        self.values: list[Tensor] = []  # [n, B, K] or [n B, K], in the order of the calls
         self.gone: list[Tensor] = []  # batches that went to numpy
 
     def __enter__(self) -> Self:
@@ -122,6 +122,9 @@ class OtherSlopes(TorchFunctionMode):
             by_draws = out.dim() == 3 and self.images in out.shape[:2]
             if (copies or by_draws) and differentiated(out):
                 self.values.append(out)
+            if out.dim() == 1 and len(out) and len(out) % self.images == 0 and differentiated(out):
+                # The difference of the logits of two classes, of which either may be the first.
+                self.values += [torch.stack(pair, 1) for pair in ((out, -out), (-out, out))]
         return out
 
     def _detached(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -111,7 +111,8 @@ def train_stand_in(
     return net.eval().requires_grad_(False)
 
 
-AGREES = 0.6  # share of images for which values that stand for logits have the same largest one
+# Share of images for which values that stand for logits have the same largest one, of two and more.
+AGREES, AGREES_OF_TWO = 0.6, 0.95
 
 
 class _Entering(torch.autograd.Function):
@@ -148,7 +149,8 @@ def sources(values: Sequence[Tensor], decided: Tensor) -> tuple[int, ...]:
     nodes = {}
     for position, value in enumerate(values):
         chosen = by_draw(value, len(decided)).detach().mean(0).argmax(1)
-        if float((chosen == decided).float().mean()) >= AGREES:
+        least = AGREES_OF_TWO if value.shape[-1] == 2 else AGREES
+        if float((chosen == decided).float().mean()) >= least:
             nodes[position] = value.grad_fn
     behind = {position: _ancestors(node) for position, node in nodes.items()}
     return tuple(place for place in nodes if behind[place].isdisjoint(nodes.values()))

@@ -885,6 +885,27 @@ def test_logits_that_shrink_hide_nothing(name):
     assert left < 0.35
 
 
+class Tempered(nn.Module):
+    """Two classes, whose logits are the smaller the surer another network is."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.other = trained_net(1), trained_net(2)
+
+    def forward(self, x):
+        z = self.net(x)
+        lead = self.other(x).topk(2, 1).values.diff(dim=1)[:, 0]
+        m = (z[:, :2].logsumexp(1) - z[:, 2:].logsumexp(1)) * (lead / 2).exp()
+        return torch.stack([m, -m], 1)
+
+
+def test_a_difference_of_two_logits_that_is_scaled():
+    """It stands for both, before the other network scales it."""
+    x, _ = images(IMAGES, seed=4)
+    net = Tempered().eval()
+    assert left_by(Auto(THREAT, PASSES), net, x, net(x).argmax(1)) < 0.3
+
+
 def test_a_network_that_refuses_one_image():
     """It normalizes by its batch, of which one image has no variance."""
     x, y = images(IMAGES, seed=4)
