@@ -207,8 +207,9 @@ class Search:
 
     def run(self, first: Attack, opening: int) -> AutoResult:
         """Attack all images by `first`, within `opening` passes, and by what is found."""
-        views = self._views(positions(self.x)[:PROBED])
-        self.shrinking = self.shrinking or self._is_shrinking(views[0], positions(self.x)[:PROBED])
+        probed = positions(self.x)[:PROBED]
+        views = self._views(probed)
+        self.shrinking = self._is_shrinking(views[0], probed)
         if self.drawn and len(views) == 1 and not self.shrinking:  # nothing is hidden
             return self._planned()
         shares: list[float] = [*SHARES]
@@ -560,7 +561,7 @@ class Search:
         A margin whose scale falls away from the data leads there instead of across the boundary.
         """
         x, y, seen = self.x[rows], self.y[rows], SeenThrough(self.defense, view)
-        self.spent += 4 * self.networks
+        self.spent += 5 * self.networks  # a gradient is two, and three forward passes
         try:
             with restricted_to(self.defense, rows), own_streams(self.seed, x.device):
                 gradient = ObjectiveGradient(self.margin)(seen, x, y, self._noise()).gradient
@@ -738,8 +739,8 @@ class Search:
         if self.random and _is_few(best.attack):
             return [(1.0, _changed(best.attack, draws=MORE_DRAWS * self.draws // DRAWS))]
         if self.networks > 1 and not self.random and hasattr(best.attack, "slopes"):
-            losses = (self.cross_entropy, self.margin)  # of their rule, each better at times
-            losses = (self.relative, losses[0]) if self.shrinking else losses
+            # Losses of their rule, each better at times.
+            losses = (self.cross_entropy, self.relative if self.shrinking else self.margin)
             return [(1.0, _changed(best.attack, objective=loss)) for loss in losses]
         follows = not getattr(best.attack, "copies", 1)  # a gradient, at the image itself
         # Of several networks, losses of their rule say more than a loss towards a class.

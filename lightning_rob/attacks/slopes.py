@@ -37,11 +37,9 @@ IN_PLACE = {"__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"}
 CUTS = {"_set_grad_enabled", "detach", "detach_", "requires_grad_"}
 LEAVES_TORCH = {"numpy", "__array__", "tolist", "item"}
 COPIES = {"tensor", "new_tensor", "as_tensor", "asarray"}  # of a tensor, or of what left torch
-REDUCES: dict[str, Callable[..., Tensor]] = {
-    "count_nonzero": torch.sum,
-    "any": torch.amax,
-    "all": torch.amin,
-}  # conditions
+# Of conditions, by what they do to numbers.
+REDUCES: dict[str, Callable[..., Tensor]] = {"count_nonzero": torch.sum}
+REDUCES |= {"any": torch.amax, "all": torch.amin}
 PRODUCTS = {"matmul", "__matmul__", "mm", "bmm", "linear", "einsum"}  # of one type of numbers
 ARGUMENTS = {  # the first ones, where they may be given by name
     **dict.fromkeys(("gather", "index_select"), ("input", "dim", "index")),
