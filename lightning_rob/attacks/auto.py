@@ -17,6 +17,7 @@ from lightning_rob.attacks.budget import PassCount
 from lightning_rob.attacks.decorators import Budgeted, WithBackward
 from lightning_rob.attacks.execution import restoring
 from lightning_rob.attacks.gmsa import GMSA
+from lightning_rob.attacks.inspection import lacks_gradient
 from lightning_rob.attacks.lattice_climber import LatticeClimber
 from lightning_rob.attacks.members import Strongest
 from lightning_rob.attacks.pgd import PGD
@@ -26,7 +27,6 @@ from lightning_rob.attacks.search import (
     AutoResult,
     Search,
     Unmasked,
-    lacks_gradient,
 )
 from lightning_rob.attacks.square import Square
 from lightning_rob.attacks.transform_ensemble import OnDifferentiable

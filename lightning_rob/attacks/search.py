@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 import yaml
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_rob.attacks.active_set import positions
 from lightning_rob.attacks.apgd import APGD
@@ -19,52 +19,41 @@ from lightning_rob.attacks.execution import restoring
 from lightning_rob.attacks.few_pixels import FewPixels
 from lightning_rob.attacks.folding import FoldingError
 from lightning_rob.attacks.gradient import ObjectiveGradient
+from lightning_rob.attacks.inspection import Inspection, lacks_gradient
 from lightning_rob.attacks.members import Best, Strongest
 from lightning_rob.attacks.pgd import PGD
-from lightning_rob.attacks.slopes import STEEP, Slope
 from lightning_rob.attacks.square import Square
-from lightning_rob.attacks.surrogate import SeenThrough, SurrogateGradient, by_draw, sources
+from lightning_rob.attacks.surrogate import SurrogateGradient
 from lightning_rob.defenses import Defense, Single
 from lightning_rob.defenses.per_image import restricted_to
-from lightning_rob.defenses.rejection import unwrapped
 from lightning_rob.objectives import (
     expected_dlr,
     expected_probability_margin,
     expected_relative_margin,
-    linear,
     losses_of_rule,
-    spread,
 )
 from lightning_rob.randomness import Generator, derive_seed, own_streams, seed_of
 from lightning_rob.rules import random_member
-from lightning_rob.runtime.errors import NoGradientError, at_least
+from lightning_rob.runtime.errors import at_least
 from lightning_rob.runtime.identity import attack_spec
 from lightning_rob.threat import Threat
 
 IMAGES = 24  # that still stand, on which candidates are compared
 PROBED = 16  # images of which a forward pass is looked at
 DRAWS, MORE_DRAWS = 2, 6  # for each step on a network that draws noise of its own
-AGAIN = 3  # predictions that are compared with the first one, to find noise
 PREDICTIONS = 5  # of such a network, to judge an attack
 SHARES = (0.15, 0.25)  # of the passes, for all candidates and for variants of the best
 OF_RANDOM = (0.05, 0.35, 0.2)  # for the opening, candidates and variants where steps cost more
 LEARNING = 0.02  # share of the passes from which a network learns what lies before a part
 COPIES, NOISE = 6, 0.3  # noisy copies for each step, and their noise as a share of the radius
 PAIRS = 5  # of opposite points, where the gradient is estimated from predictions
-MOVES, LENGTH = 4, 0.3  # in which slopes are compared with differences; their share of the radius
-AGREEING = 0.5  # correlation of both from which a slope is worth following
-OF_SEVERAL = (12, 0.6)  # moves and their length where several networks disagree
-REAL = 0.42  # share of the predicted change that is real, from which their slope is
-APART = 0.01  # of the lead of the largest logit, by which noise or another batch may change them
 COSTLY = ("queries", "copies", "pairs", "stand_in")  # of an attack that needs more passes
 STUCK = 0.8  # share of the images left from which attacks are tried that cost more
-MOST_PARTS = 2  # of a network, before which a surrogate takes the place of what is there
 TARGETS, FOR_A_TARGET = 9, 120  # wrong classes at most, and passes to climb towards each
 LOCAL = 0.5  # of the passes for the winners, for a search without slopes from their images
 MOST_LOCAL = 0.7  # of them where few pixels win, in few passes
 VIEWS = 2  # surrogates with which few pixels are changed by one length
 BISECTIONS = 9  # to find what change of each pixel crosses a step
-SHRUNK = 0.3  # spread of the logits after a step, from which their scale hides where it leads
 NO_GRADIENT = "no gradient leads to the images"
 LOOKING_FROM = 30  # passes of an image and network from which it pays to look for what hides
 WINDOW = 0.2  # share of the image in its first windows
@@ -123,11 +112,6 @@ class Judged:
     def left(self) -> float:
         """Mean probability of a right prediction."""
         return float(self.right.mean())
-
-
-def lacks_gradient(error: RuntimeError) -> bool:
-    """Return whether an attack failed for want of a gradient, or of an operation's derivative."""
-    return isinstance(error, NoGradientError) or "derivative" in str(error)
 
 
 @dataclass(frozen=True)
@@ -196,62 +180,59 @@ class Search:
         self.draws = ceil(DRAWS / self.networks) if drawn and again else DRAWS
         self.cross_entropy, self.margin = losses_of_rule(defense.rule, self.networks)
         self.relative = expected_dlr if classes > 2 else expected_relative_margin
-        self.random = self.together = self.rugged = self.shrinking = False
-        self.blocked = self.cut = False  # whether something has no slope, or is cut off
-        self.findings: list[str] = []
+        self.look = Inspection(threat, defense, x, y, self.margin, self.seed)
+        self.rugged = self.shrinking = False
         self.trail: list[Trial] = []
-        self.entries: list[SurrogateGradient] = []  # with the identity before a part
-        self.learners: list[SurrogateGradient] = []  # with a network in the place of a part
         self.estimated: SurrogateGradient | None = None  # by predictions alone
-        self.spent = 0  # passes of an image, at most
+        self.tried = 0  # passes of an image for attacks, at most
 
     def run(self, first: Attack, opening: int) -> AutoResult:
         """Attack all images by `first`, within `opening` passes, and by what is found."""
         probed = positions(self.x)[:PROBED]
         views = self._views(probed)
-        self.shrinking = self._is_shrinking(views[0], probed)
+        self.shrinking = self.look.is_shrinking(views[0], probed)
         if self.drawn and len(views) == 1 and not self.shrinking:  # nothing is hidden
             return self._planned()
         shares: list[float] = [*SHARES]
-        drawn = self.random and (self.drawn or isinstance(self.defense, Single))
+        drawn = self.look.random and (self.drawn or isinstance(self.defense, Single))
         if drawn:
             start, *shares = OF_RANDOM
             opening = int(start * self.passes)
-        if drawn or self.together:  # no image may leave a batch on which the others depend
+        if drawn or self.look.together:  # no image may leave a batch on which the others depend
             first = self._within(views[0], opening)
         best = self._opened(first)
         if best is None:
             opening = 2 * self.networks
-            views += [view for view in self.entries if view not in views]
+            views += [view for view in self.look.entries if view not in views]
         x_adv = self.x if best is None else best.x_adv
         right = self._right(x_adv, positions(x_adv)) if best is None else best.right
         self._note("first", first, right, opening + self._judging)
-        if not self._one_attack and self._varies(x_adv[:PROBED], positions(x_adv)[:PROBED]):
-            self.random, self.at = True, x_adv  # noise that clean images do not show
+        if not self._one_attack and self.look.varies(x_adv[:PROBED], positions(x_adv)[:PROBED]):
+            self.look.random, self.at = True, x_adv  # noise that clean images do not show
             self.restore()
             return self.run(first, opening)
         standing = (right > 0).nonzero()[:, 0]
         if not len(standing):
             return self._found(x_adv, first)
-        rows = positions(x_adv) if self.together else standing[:IMAGES]
+        rows = positions(x_adv) if self.look.together else standing[:IMAGES]
         winners = self._searched(views, rows, shares)
         return self._finished(first, best, winners)
 
     @property
     def _one_attack(self) -> bool:
         """Whether one attack has to do: a prediction is no proof, or images belong together."""
-        return self.random or self.together
+        return self.look.random or self.look.together
 
     def _planned(self) -> AutoResult:
         """Attack all images by the attack for their defense, or by Square without a gradient."""
-        passes = self.passes - self.spent
+        passes = self._left
         attack = self.plan(passes)
         try:
             x_adv, right = self._alone(attack)
         except RuntimeError as error:
             if not lacks_gradient(error):
                 raise
-            self.findings.append(NO_GRADIENT)
+            self.look.findings.append(NO_GRADIENT)
             attack = Budgeted(Square(self.threat), passes)
             x_adv, right = self._alone(attack)
         self._note("first", attack, right, passes)
@@ -270,8 +251,8 @@ class Search:
             if not lacks_gradient(error):
                 raise
             self.restore()  # for what is found runs without this attack
-            self.findings.append(NO_GRADIENT)
-            self.blocked = True
+            self.look.findings.append(NO_GRADIENT)
+            self.look.blocked = True
             return None
         return best
 
@@ -280,10 +261,10 @@ class Search:
     ) -> list[tuple[float, Attack]]:
         """Return the winners with their shares; none where several networks hide nothing."""
         several = self.networks > 1 and not self._one_attack
-        if several and not self.findings and not self._is_rugged(views[0], rows[:PROBED]):
+        if several and not self.look.findings and not self.look.is_rugged(views[0], rows[:PROBED]):
             return []
         judged = self._judged(views, rows, shares)
-        if several and judged and not self.blocked and not self.shrinking:
+        if several and judged and not self.look.blocked and not self.shrinking:
             found = judged[0].attack
             if hasattr(found, "slopes") and replace(found, attack=views[0].attack) == views[0]:
                 return []
@@ -293,7 +274,7 @@ class Search:
         self, first: Attack, best: Best | None, winners: list[tuple[float, Attack]]
     ) -> AutoResult:
         """Attack the images that stand by the winners; `best` is of the first attack, if it ran."""
-        free = self.passes - self.spent - max(len(winners), 1) * self._judging
+        free = self._left - max(len(winners), 1) * self._judging
         # Slopes that say little lead into the neighbourhood of an image that fools, and no further.
         entered = self.networks > 1 and any(getattr(one, "enter", ()) for _, one in winners)
         rough = self.rugged and self._scored and not self._one_attack and not entered
@@ -327,10 +308,10 @@ class Search:
         judged = self._round("1", list(self._candidates(views)), rows, int(shares[0] * self.passes))
         judged.sort(key=lambda one: one.left)  # stable: the earlier one wins ties
         if not judged or judged[0].left > 0:
-            climbs = bool(judged) and (self.networks == 1 or not self.random)
-            self.rugged = climbs and self._is_rugged(judged[0].attack, rows[:PROBED])
+            climbs = bool(judged) and (self.networks == 1 or not self.look.random)
+            self.rugged = climbs and self.look.is_rugged(judged[0].attack, rows[:PROBED])
             if self.rugged:
-                self.findings.append("slopes that say little of how predictions change")
+                self.look.findings.append("slopes that say little of how predictions change")
             variants = list(self._variants(judged, int(LEARNING * self.passes)))
             # Few pixels need few passes, and Square many.
             costly = any(getattr(variant, "stand_in", 0) for variant in variants)
@@ -354,17 +335,17 @@ class Search:
     @property
     def _steps(self) -> bool:
         """Whether something has no slope in l2 or l1: small changes of all pixels cross no step."""
-        return self.blocked and self.threat.p < inf
+        return self.look.blocked and self.threat.p < inf
 
     @property
     def _few_only(self) -> bool:
         """Whether few pixels have to do, but for what is cut off."""
-        return self._steps and self.rugged and not self.random
+        return self._steps and self.rugged and not self.look.random
 
     @property
     def _lost(self) -> bool:
         """Whether slopes mislead, and nothing that was recognized says why."""
-        return self.rugged and not self.blocked
+        return self.rugged and not self.look.blocked
 
     @property
     def _scored(self) -> bool:
@@ -375,86 +356,62 @@ class Search:
     def _predictions(self) -> int:
         """Predictions of each image by which an attack is judged."""
         enough = ceil(PREDICTIONS / self.networks) if self.drawn else PREDICTIONS
-        return enough if self.random else 1
+        return enough if self.look.random else 1
 
     @property
     def _judging(self) -> int:
         """Passes that the predictions cost by which an attack is judged."""
         return self.networks * self._predictions
 
+    @property
+    def _left(self) -> int:
+        """Passes of an image that are left."""
+        return self.passes - self.tried - self.look.spent
+
     def _found(self, x_adv: Tensor, attack: Attack) -> AutoResult:
-        return AutoResult(x_adv, attack, tuple(self.findings), tuple(self.trail))
+        return AutoResult(x_adv, attack, tuple(self.look.findings), tuple(self.trail))
 
     def _note(self, turn: str, attack: Attack, right: Tensor, passes: int, error: str = "") -> None:
         left = float("nan") if error else float(right.mean())
         words = f"{turn}: {in_words(attack)}"
         self.trail.append(Trial(words, attack, len(right), left, passes, error))
-        self.spent += passes
+        self.tried += passes
 
     def _views(self, rows: Tensor) -> list[SurrogateGradient]:
         """Look at forward passes of a few images; return what their findings call for."""
         x = self.at[rows]
         with restricted_to(self.defense, rows), own_streams(self.seed, x.device):
-            self.random = self.random or self.drawn
-            if not self.random:
-                self._look_for_noise(x)
+            self.look.random |= self.drawn
+            if not self.look.random:
+                self.look.find_noise(x)
             elif not self.drawn:
-                self.findings = ["noise of its own"]
-            margin: Attack = APGD(self.threat, objective=self.margin, early_stop=not self.together)
-            if self.random:
+                self.look.findings = ["noise of its own"]
+            random, together = self.look.random, self.look.together
+            margin: Attack = APGD(self.threat, objective=self.margin, early_stop=not together)
+            if random:
                 # Step sizes that follow a noisy objective shrink too soon; momentum averages draws.
                 step = PGD(self.threat, 1, self.threat.eps, self.margin, self.draws)
                 margin = replace(step, momentum=(0.9,))
-            if self.random and self.threat.p == 1:  # where PGD is weak, with noise too
+            if random and self.threat.p == 1:  # where PGD is weak, with noise too
                 runs = APGD(self.threat, objective=self.cross_entropy, draws=self.draws)
                 margin = replace(runs, early_stop=False)
-            base = SurrogateGradient(margin, draws_anew=self.random, together=self.together)
+            base = SurrogateGradient(margin, draws_anew=random, together=together)
             if self._one_attack and self.networks == 1:
                 step = PGD(self.threat, 1, self.threat.eps, self.margin, 1, momentum=(0.9,))
                 noisy = replace(self._noisy(base), copies=0, pairs=PAIRS)
                 self.estimated = replace(noisy, attack=step, draws_anew=True)
-            return self._views_through(base, x)
-
-    def _views_through(self, base: SurrogateGradient, x: Tensor) -> list[SurrogateGradient]:
-        """Return the surrogates that a forward pass of images x calls for, with `base` first."""
-        hard: tuple[Slope, ...] = ()
-        met, _ = self._observed(base, x)
-        for _ in range(2):  # behind what is cut off there may be more
-            hard = tuple(sorted(met - {"saturating"}))
-            met |= self._observed(replace(base, slopes=hard), x)[0] if hard else set()
-        self.findings += [f"{name} operations" for name in sorted(met)]
-        sets: list[tuple[Slope, ...]] = [(), hard, (*hard, "saturating")]
-        sets += [("rounding",)] if "rounding" in hard else []
-        sets = [s for s in sets if "saturating" not in s or "saturating" in met]
-        views = []
-        for slopes in dict.fromkeys(sets):
-            view = replace(base, slopes=slopes)
-            _, stages = self._observed(view, x)
-            views += [view, replace(view, stages=stages)] if stages else [view]
-        if any(view.stages for view in views):
-            self.findings.append("values before the output that stand for logits")
-        parts = self._parts(x)
-        alike = [name for name, same in parts.items() if same]
-        if self.networks == 1:  # before the last one lies all that may hide
-            alike = list(dict.fromkeys([*alike[: MOST_PARTS - 1], *alike[-1:]]))
-        groups = [tuple(alike)] if self.networks > 1 and alike else [(a,) for a in alike]
-        self.entries = [replace(base, enter=names) for names in groups]
-        # A stand-in takes the place of what is cut off.
-        kept = replace(base, slopes=tuple(slope for slope in hard if slope != "detached"))
-        self.learners = [replace(kept, enter=(name,)) for name in [*parts][:MOST_PARTS]]
-        self.blocked, self.cut = bool(hard), "detached" in hard
-        return views + (self.entries if hard else [])
+            return self.look.views_through(base, x)
 
     def unmasked(self, attack: Attack) -> Tensor:
         """Run an attack through the surrogate by which a trial of it raises the margin most."""
-        self.together = True
+        self.look.together = True
         rows, tried = positions(self.x)[:IMAGES], []
         with restricted_to(self.defense, rows), own_streams(self.seed, self.x.device):
-            views = self._views_through(SurrogateGradient(attack, together=True), self.x[rows])
+            views = self.look.views_through(SurrogateGradient(attack, together=True), self.x[rows])
         share = self.passes // (3 * len(views)) - 2 * self._judging  # a prediction and a margin
         if len(views) == 1 or share < attack.least(self.count):  # through all that hides
             best = max(views, key=lambda view: (len(view.slopes), len(view.stages)))
-            best = best if self.blocked or best.stages else views[0]
+            best = best if self.look.blocked or best.stages else views[0]
         else:
             margin = ObjectiveGradient(self.margin)
             for view in views:
@@ -465,147 +422,14 @@ class Search:
                         raise
                     continue
                 with restricted_to(self.defense, rows):
-                    value = margin.value(self.defense, x_adv, self.y[rows], self._noise())
+                    value = margin.value(self.defense, x_adv, self.y[rows], self.look.noise())
                 tried.append((float(value.nan_to_num().mean()), view))
-            self.spent += (share + 2 * self._judging) * len(views)
+            self.tried += (share + 2 * self._judging) * len(views)
             best = max(tried, key=lambda one: one[0], default=(0.0, views[0]))[1]
         self.restore()
         chosen = best if best.slopes or best.stages or best.enter else attack
         # Called, not only run: in parts where memory or a CPU's caches call for them.
-        return self._within(chosen, self.passes - self.spent)(
-            self.defense, self.x, self.y, self.generator
-        )
-
-    def _noise(self) -> torch.Generator:
-        return torch.Generator(self.x.device).manual_seed(self.seed)
-
-    @torch.no_grad()
-    def _logits(self, x: Tensor) -> Tensor:
-        self.spent += self.networks
-        return self.defense.logits(x, self._noise()).nan_to_num()  # NaN equals nothing
-
-    def _varies(self, x: Tensor, rows: Tensor) -> bool:
-        """Return whether a second prediction of images by some of their rows differs."""
-        with restricted_to(self.defense, rows), own_streams(self.seed, x.device):
-            logits, again = self._logits(x), self._logits(x)
-        return float((again - logits).abs().max()) > APART * float(spread(logits).max())
-
-    def _look_for_noise(self, x: Tensor) -> None:
-        """Find out whether equal noise gives equal logits, and whether another batch does."""
-        logits, half = self._logits(x), positions(x)[: len(x) // 2]
-        # Noise that hardly moves the logits would only keep a deterministic search away.
-        # A network that draws one of two parts for a batch often draws the same again.
-        change = max(float((self._logits(x) - logits).abs().max()) for _ in range(AGAIN))
-        unsure = (x + x.roll(1, 0)) / 2  # where noise moves votes that are sure of the images
-        change = max(change, float((self._logits(unsure) - self._logits(unsure)).abs().max()))
-        # A shift of all logits decides nothing, and classes may be masked by -1e4.
-        least = APART * float(spread(logits).max())
-        self.random = change > least
-        if self.random:
-            self.findings.append("noise of its own")
-        elif len(half):
-            with restricted_to(self.defense, half):
-                change = float((self._logits(x[half]) - logits[:, half]).abs().max())
-            self.together = change > least
-            self.findings += ["predictions that depend on the batch"] if self.together else []
-
-    def _observed(self, view: SurrogateGradient, x: Tensor) -> tuple[set[Slope], tuple[int, ...]]:
-        """Return the slopes met, and the places of the first values that stand for logits."""
-        self.spent += self.networks
-        try:
-            seen = SeenThrough(self.defense, view).observed(x.requires_grad_(), self._noise())
-        except (torch.OutOfMemoryError, FoldingError):
-            raise
-        except Exception:  # what does not run so will not as a candidate either, with its reason
-            return set(view.slopes), ()
-        finally:
-            x.requires_grad_(False)
-        # With the class that rejects, as the values have it.
-        chosen = unwrapped(self.defense).rule(seen.output.detach(), seen.weights).argmax(1)
-        places = sources(seen.values, chosen)
-        values = [one for place in places for one in by_draw(seen.values[place], len(x))]
-        of_output = all(any(torch.equal(v, one) for one in seen.output) for v in values)
-        picks = any(float(lead) > STEEP for lead in seen.leads)
-        return seen.met | ({"saturating"} if picks else set()), () if of_output else places
-
-    def _parts(self, x: Tensor) -> dict[str, bool]:
-        """Return the first outermost parts that take something else in the place of images x.
-
-        Values say whether it has their shape. Another shape counts where no gradient leads back.
-        """
-        found: dict[str, bool] = {}
-        names = {module: name for name, module in self.defense.named_modules()}
-
-        def look(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            z, name = (inputs or (None,))[0], names[module]
-            inner = any(f"{name}.".startswith(f"{outer}.") for outer in found)
-            if inner or not isinstance(z, Tensor) or z.dim() != 4 or len(z) != len(x):
-                return
-            alike = z.shape == x.shape
-            if not z.requires_grad or (alike and not torch.equal(z, x)):
-                found[name] = alike
-
-        handles = [module.register_forward_pre_hook(look) for module in names]
-        self.spent += self.networks
-        try:
-            with torch.enable_grad():
-                self.defense.logits(x.clone().requires_grad_(), self._noise())
-        finally:
-            for handle in handles:
-                handle.remove()
-        return found if self.networks == 1 else dict([*found.items()][: MOST_PARTS * self.networks])
-
-    def _is_shrinking(self, view: SurrogateGradient, rows: Tensor) -> bool:
-        """Return whether a step along the margin shrinks the logits, and fools no image so.
-
-        A margin whose scale falls away from the data leads there instead of across the boundary.
-        """
-        x, y, seen = self.x[rows], self.y[rows], SeenThrough(self.defense, view)
-        self.spent += 5 * self.networks  # a gradient is two, and three forward passes
-        try:
-            with restricted_to(self.defense, rows), own_streams(self.seed, x.device):
-                gradient = ObjectiveGradient(self.margin)(seen, x, y, self._noise()).gradient
-                step = self.threat.eps * self.threat.direction(gradient)
-                moved = self.threat.project(x + step, x)
-                with torch.no_grad():
-                    sizes = [spread(seen.logits(z, self._noise())).mean(0) for z in (x, moved)]
-                    right = self.defense(moved, self._noise()).gather(1, y[:, None]) > 0.5
-        except RuntimeError as error:
-            if not lacks_gradient(error):
-                raise
-            return False
-        ratio = (sizes[1] / sizes[0])[right]
-        shrinks = len(ratio) > 1 and float(ratio.median()) < SHRUNK
-        self.findings += ["logits that shrink where the margin grows"] if shrinks else []
-        return shrinks
-
-    def _is_rugged(self, view: SurrogateGradient, rows: Tensor) -> bool:
-        """Return whether slopes of the margin say little of its changes within the ball."""
-        x, y, seen = self.x[rows], self.y[rows], SeenThrough(self.defense, view)
-        low, high = self.threat.bounds
-        moves, length = (MOVES, LENGTH) if self.networks == 1 else OF_SEVERAL
-        self.spent += (3 + moves) * self.networks
-        expected, real, noise = [], [], self._noise()
-        with restricted_to(self.defense, rows):
-            with own_streams(self.seed, x.device), torch.no_grad():
-                scale = spread(seen.logits(x, self._noise()))
-            # Not the margin of the rule, whose slopes leave out how the members' scales change.
-            margin = ObjectiveGradient(lambda z, weights, y: linear(z / scale, weights, y))
-            with own_streams(self.seed, x.device):
-                at = margin(seen, x, y, self._noise())
-            for _ in range(moves):
-                step = length * (self.threat.start(x, noise) - x)
-                moved = (x + step).clamp(low, high)
-                with own_streams(self.seed, x.device), torch.no_grad():
-                    real.append(margin.value(seen, moved, y, self._noise()) - at.value)
-                expected.append((at.gradient * (moved - x)).flatten(1).sum(1))
-        both = torch.stack([torch.stack(expected), torch.stack(real)], 2)
-        both = both / both.abs().amax((0, 2), keepdim=True).clamp_min(1e-30)  # no image decides
-        product, squares = (both[..., 0] * both[..., 1]).sum(), both.square().sum((0, 1))
-        if self.networks == 1:
-            return float(product / squares.prod().sqrt().clamp_min(1e-30)) < AGREEING
-        # Members that disagree bend the mean and lower the correlation; waves lower the regression.
-        return float(product / squares[0].clamp_min(1e-30)) < REAL
+        return self._within(chosen, self._left)(self.defense, self.x, self.y, self.generator)
 
     def _candidates(self, views: list[SurrogateGradient]) -> Iterator[SurrogateGradient]:
         yield from views
@@ -615,7 +439,7 @@ class Search:
 
     def _within(self, attack: Any, passes: int) -> Budgeted:
         """Return the attack within some passes, with steps of PGD that lead across the ball."""
-        own = self.random or bool(getattr(attack, "pairs", 0))
+        own = self.look.random or bool(getattr(attack, "pairs", 0))
         if own and hasattr(getattr(attack, "attack", None), "step_size"):
             steps = max(passes // attack.cost(self.count), 1)
             attack = _changed(attack, step_size=2.5 * self.threat.eps / steps)
@@ -635,25 +459,25 @@ class Search:
             views = [one.attack for one in judged if one.attack.slopes or one.attack.enter]
             yield from self._of_few(views)
         stuck = not judged or judged[0].left > STUCK
-        if stuck and learning and self.blocked and (self.cut or not self._few_only):
-            yield from (replace(view, stand_in=learning) for view in self.learners)
+        if stuck and learning and self.look.blocked and (self.look.cut or not self._few_only):
+            yield from (replace(view, stand_in=learning) for view in self.look.learners)
         if self._few_only:
             return
         if judged:
             yield from self._of_best([one.attack for one in judged])
         if self.estimated and (stuck or self._lost):
             yield self.estimated
-        if stuck and self._scored and not (self.random or self.together):
+        if stuck and self._scored and not (self.look.random or self.look.together):
             yield Square(self.threat)
 
     def _of_few(self, views: list[SurrogateGradient]) -> Iterator[Attack]:
         """Yield changes of few pixels across the steps, measured where there is no noise."""
         few = FewPixels(self.threat, objective=self.margin)
-        if self.random:
+        if self.look.random:
             yield from (replace(view, attack=replace(few, draws=self.draws)) for view in views[:1])
             return
         measured = replace(few, bisections=BISECTIONS)
-        yield from (replace(entry, attack=measured) for entry in self.entries[:1])
+        yield from (replace(entry, attack=measured) for entry in self.look.entries[:1])
         yield from dict.fromkeys(replace(view, attack=few) for view in views[:VIEWS])
 
     def _of_best(self, ranked: list[Any]) -> Iterator[Attack]:
@@ -662,22 +486,22 @@ class Search:
         objectives = [self.cross_entropy]
         # These are means over networks, which say little of a rule with one prediction.
         each = self.networks == 1 or self.defense.rule is random_member
-        if each and not self.random:
+        if each and not self.look.random:
             objectives += [expected_probability_margin]
-        if self.shrinking or (each and not self.random and self.classes > 2):
+        if self.shrinking or (each and not self.look.random and self.classes > 2):
             objectives += [self.relative]
         losses = [o for o in objectives if o is not best.attack.objective]
         tried = [_changed(best, objective=objective) for objective in losses]
-        if self.random and self._lost:
-            yield from (entry for entry in self.entries if entry not in ranked)
+        if self.look.random and self._lost:
+            yield from (entry for entry in self.look.entries if entry not in ranked)
             return
         yield from tried
-        if self.random:  # its own noise smooths already
+        if self.look.random:  # its own noise smooths already
             yield _changed(best, draws=MORE_DRAWS * self.draws // DRAWS)
             return
         yield from (view for view in others[:1] if view not in tried)
         if self.rugged:
-            yield from (entry for entry in self.entries if entry not in ranked)
+            yield from (entry for entry in self.look.entries if entry not in ranked)
         for view in (best, *others[:1]) if self.rugged and self.networks == 1 else ():
             yield self._noisy(view)  # too many passes for several networks
 
@@ -689,7 +513,7 @@ class Search:
         # A step on noisy copies or of more draws costs more, and Square needs many queries.
         costly = [any(getattr(c, name, 0) for name in COSTLY) for c in candidates]
         weights = [5 if more else 1 for more in costly]
-        if self.random:
+        if self.look.random:
             weights = [(c.attack.draws or 1) // self.draws for c in candidates]  # type: ignore[attr-defined]
             many = [_is_few(c) or bool(getattr(c, "pairs", 0)) for c in candidates]
             weights = [3 if more else w for more, w in zip(many, weights, strict=True)]
@@ -724,7 +548,7 @@ class Search:
 
     @torch.no_grad()
     def _right(self, x_adv: Tensor, rows: Tensor) -> Tensor:
-        runs, noise = [], self._noise()
+        runs, noise = [], self.look.noise()
         with restricted_to(self.defense, rows), own_streams(self.seed, x_adv.device):
             for _ in range(self._predictions):
                 right = self.defense(x_adv, noise).gather(1, self.y[rows, None])
@@ -736,16 +560,16 @@ class Search:
         if not judged:  # nothing could run
             return [(1.0, Square(self.threat))]
         best = judged[0]
-        if self.random and _is_few(best.attack):
+        if self.look.random and _is_few(best.attack):
             return [(1.0, _changed(best.attack, draws=MORE_DRAWS * self.draws // DRAWS))]
-        if self.networks > 1 and not self.random and hasattr(best.attack, "slopes"):
+        if self.networks > 1 and not self.look.random and hasattr(best.attack, "slopes"):
             # Losses of their rule, each better at times.
             losses = (self.cross_entropy, self.relative if self.shrinking else self.margin)
             return [(1.0, _changed(best.attack, objective=loss)) for loss in losses]
         follows = not getattr(best.attack, "copies", 1)  # a gradient, at the image itself
         # Of several networks, losses of their rule say more than a loss towards a class.
         towards = follows and self.classes > 3 and self.networks == 1
-        towards = towards and not self.random and self.threat.p != 1
+        towards = towards and not self.look.random and self.threat.p != 1
         towards = towards and hasattr(best.attack.attack, "targets")
         targeted = _changed(best.attack, targets=TARGETS) if towards else None
         if best.left == 1 and targeted:
