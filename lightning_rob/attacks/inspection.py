@@ -35,7 +35,8 @@ def lacks_gradient(error: RuntimeError) -> bool:
 
 
 class Inspection:
-    """What forward passes of a few images show about a defense.
+    """The findings of forward passes of a few images.
+
 
     Args:
         defense: the defense inside `attacking`.

@@ -407,13 +407,18 @@ class Search:
         self.look.together = True
         rows, tried = positions(self.x)[:IMAGES], []
         with restricted_to(self.defense, rows), own_streams(self.seed, self.x.device):
-            views = self.look.views_through(SurrogateGradient(attack, together=True), self.x[rows])
+            base = SurrogateGradient(attack, together=True)
+            views = self.look.views_through(base, self.x[rows])
+        climbs = hasattr(attack, "objective")
+        self.shrinking = climbs and self.look.is_shrinking(views[0], rows[:PROBED])
+        margin = ObjectiveGradient(self.relative if self.shrinking else self.margin)
+        all_of_it = max(views, key=lambda view: (len(view.slopes), len(view.stages)))
+        best = all_of_it if self.look.blocked or all_of_it.stages else views[0]
+        if self.shrinking:
+            best = _changed(best, objective=self.relative)
+            views += [_changed(view, objective=self.relative) for view in views]
         share = self.passes // (3 * len(views)) - 2 * self._judging  # a prediction and a margin
-        if len(views) == 1 or share < attack.least(self.count):  # through all that hides
-            best = max(views, key=lambda view: (len(view.slopes), len(view.stages)))
-            best = best if self.look.blocked or best.stages else views[0]
-        else:
-            margin = ObjectiveGradient(self.margin)
+        if len(views) > 1 and share >= attack.least(self.count):
             for view in views:
                 try:
                     x_adv, _ = self._tried(self._within(view, share), rows)
@@ -427,7 +432,7 @@ class Search:
             self.tried += (share + 2 * self._judging) * len(views)
             best = max(tried, key=lambda one: one[0], default=(0.0, views[0]))[1]
         self.restore()
-        chosen = best if best.slopes or best.stages or best.enter else attack
+        chosen = best if best.slopes or best.stages or best.enter else best.attack
         # Called, not only run: in parts where memory or a CPU's caches call for them.
         return self._within(chosen, self._left)(self.defense, self.x, self.y, self.generator)
 

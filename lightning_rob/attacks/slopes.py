@@ -2,13 +2,16 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import cache
+from inspect import signature
+from itertools import takewhile
 from math import inf
 from typing import Any, Literal, Self, TypeGuard
 
 import torch
 from torch import Tensor, inference_mode, no_grad
 from torch.nn.functional import one_hot, pad, softmax
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, get_testing_overrides
 from torch.utils.hooks import RemovableHandle
 
 from lightning_rob.attacks.backward import ValueWithGradientOf
@@ -21,6 +24,7 @@ COMPARES = {"gt", "ge", "lt", "le", "greater", "greater_equal", "less", "less_eq
 CHOOSES = {"argmax", "max", "topk", "argmin", "min", "sort", "argsort"}
 DIRECTED = {"topk": "largest", "sort": "descending", "argsort": "descending"}
 LOOKS_UP = {"embedding": (0, 1), "__getitem__": (1, 0), "index_select": (2, 0), "gather": (2, 0)}
+LOOKS_UP["take_along_dim"] = (1, 0)
 NEGATES = {"logical_not", "bitwise_not", "__invert__"}
 JOINS = {"logical_and", "bitwise_and", "__and__"}
 LOGIC = dict.fromkeys(JOINS, 1)  # factor of the product of both; others have their sum too
@@ -32,7 +36,7 @@ SATURATES = BOUNDS | {"sigmoid", "tanh", "erf", "softsign"}
 # Of whole numbers: what only bounds them, and what divides or multiplies them.
 LIMITS = BOUNDS | {"minimum", "maximum"}
 SHIFTS = {"__rshift__": -1, "bitwise_right_shift": -1, "__lshift__": 1, "bitwise_left_shift": 1}
-EQUALS = {"eq", "__eq__", "ne"}
+EQUALS = {"eq", "__eq__", "ne", "isclose"}
 IN_PLACE = {"__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"}
 CUTS = {"_set_grad_enabled", "detach", "detach_", "requires_grad_"}
 LEAVES_TORCH = {"numpy", "__array__", "tolist", "item"}
@@ -41,10 +45,6 @@ COPIES = {"tensor", "new_tensor", "as_tensor", "asarray"}  # of a tensor, or of 
 REDUCES: dict[str, Callable[..., Tensor]] = {"count_nonzero": torch.sum}
 REDUCES |= {"any": torch.amax, "all": torch.amin}
 PRODUCTS = {"matmul", "__matmul__", "mm", "bmm", "linear", "einsum"}  # of one type of numbers
-ARGUMENTS = {  # the first ones, where they may be given by name
-    **dict.fromkeys(("gather", "index_select"), ("input", "dim", "index")),
-    **{"bucketize": ("input", "boundaries"), "searchsorted": ("sorted_sequence", "input")},
-}
 NEAR = 16  # places that a choice is among, for the temperature of its slope
 MOST = 2.0**25  # numbers by which places are looked up
 STEEP = 20.0  # lead of the largest score, in the median, from which a softmax only picks
@@ -59,6 +59,23 @@ def _hiding(out: Tensor, source: Tensor) -> Tensor:
     """Keep with a value without a gradient what it was computed from."""
     vars(out)["hidden_source"] = source
     return out
+
+
+@cache
+def _required(func: Any) -> tuple[str, ...]:
+    """Return the names of the arguments that a function of torch requires, as far as known."""
+    known = get_testing_overrides().get(func)
+    given = signature(known).parameters.values() if known else ()
+    return tuple(one.name for one in given if one.default is one.empty)
+
+
+def _by_place(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the arguments that a function requires by their places, also those given by name."""
+    if not kwargs:
+        return args, kwargs
+    kwargs = {"dim" if key == "axis" else key: value for key, value in kwargs.items()}
+    names = [*takewhile(kwargs.__contains__, _required(func)[len(args) :])]
+    return (*args, *(kwargs.pop(name) for name in names)), kwargs
 
 
 class OtherSlopes(TorchFunctionMode):
@@ -91,7 +108,7 @@ class OtherSlopes(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        args, kwargs = _by_place(func, args, kwargs or {})
         name = getattr(func, "__name__", "")
         if name == "__get__" and func.__self__ is Tensor.data:
             name = "detach"
@@ -175,12 +192,6 @@ class OtherSlopes(TorchFunctionMode):
         return ValueWithGradientOf.apply(value.to(gone), gone)
 
     def _with_slope(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        names = ARGUMENTS.get(name, ())
-        if names and not {*names[len(args) :]} - {*kwargs}:
-            args = (*args, *(kwargs[key] for key in names[len(args) :]))
-            kwargs = {key: value for key, value in kwargs.items() if key not in names}
-        if "axis" in kwargs:
-            kwargs = {"dim" if key == "axis" else key: value for key, value in kwargs.items()}
         first: Any = args[1 if name == "searchsorted" else 0] if args else None
         joined = first if name in ("stack", "cat", "concat") else ()
         joined = args[1] if len(args) > 1 and isinstance(args[1], tuple) else joined
@@ -409,7 +420,7 @@ def _chosen_by(condition: Any, a: Any, b: Any) -> Tensor | None:
 
 
 def _equal(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-    first, second = args if _hidden(args[0]) is not None else args[::-1]
+    first, second = args[:2] if _hidden(args[0]) is not None else args[1::-1]
     if first.dtype == torch.bool:
         a, b = _soft(first), _soft(second)
         b = b.to(a) if isinstance(b, Tensor) else b
@@ -479,6 +490,8 @@ def _looked_up(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     if not isinstance(rows, Tensor) or index.dtype == torch.bool:
         return None
     dim = args[1] if name == "gather" else None
+    if name == "take_along_dim" and (dim := kwargs.get("dim", (*args, None)[2])) is None:
+        return None  # a place in all of them
     if (likely := _likely(index)) is None:
         return _by_steps(index, (0, len(rows) - 1), rows.__getitem__) if dim is None else None
     if not rows.is_floating_point() and (dim is not None or rows.dim() == 1):  # labels

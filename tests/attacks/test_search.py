@@ -513,6 +513,8 @@ LOOKED_UP = (
     lambda x: BOOK[x.argmin(1).byte().long()],
     lambda x: BOOK.index_select(0, x.argmin(axis=-1)),
     lambda x: torch.gather(BOOK, dim=0, index=x.argmin(1, keepdim=True).expand(2, 2)),
+    lambda x: torch.take_along_dim(BOOK, x.argmin(1, keepdim=True), dim=0),
+    lambda x: BOOK.index_select(0, index=torch.argmin(input=x, dim=1)),
     lambda x: nn.functional.embedding(x.argmin(1), BOOK),
     lambda x: one_hot(x.argmin(1), 2).float() @ BOOK,
     lambda x: torch.stack([(x.argmin(1) == k).float() for k in range(2)], 1) @ BOOK,
@@ -565,6 +567,7 @@ CODED = (  # slopes of 4, as of the whole numbers
 MATCHED = (
     lambda x: (x.round()[..., None] == ENDS).float() @ ENDS,
     lambda x: torch.eq(ENDS, x.round()[..., None]).float() @ ENDS,
+    lambda x: torch.isclose(ENDS, torch.round(input=x)[..., None]).float() @ ENDS,
 )
 
 
@@ -883,6 +886,14 @@ def test_logits_that_shrink_hide_nothing(name):
     assert "logits that shrink where the margin grows" in found.findings
     left = torch.stack([right(defense, found.x_adv, y) for _ in range(10)]).mean()
     assert left < 0.35
+
+
+def test_unmasked_climbs_a_margin_without_scale():
+    """It leads across the boundary where cross-entropy leads to logits that shrink."""
+    (x, y), defense = images(IMAGES, seed=4), Single(Shrinking().eval())
+    apgd = APGD(THREAT, PASSES // 2, objectives.expected_ce, early_stop=False)
+    x_adv = Unmasked(apgd, PASSES)(defense, x, y, seeded())
+    assert right(defense, x_adv, y).mean() < 0.35 < right(defense, apgd(defense, x, y), y).mean()
 
 
 class Tempered(nn.Module):
