@@ -37,7 +37,6 @@ def lacks_gradient(error: RuntimeError) -> bool:
 class Inspection:
     """The findings of forward passes of a few images.
 
-
     Args:
         defense: the defense inside `attacking`.
         x: images [B, …], of which some are looked at.
