@@ -3,7 +3,7 @@
 import ast
 from functools import cache
 from importlib import import_module
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,10 @@ if TYPE_CHECKING:  # types for editors and checkers; at run time a name is impor
     from lightning_rob.threat import Threat as Threat
 # isort: on
 
-__version__ = version("lightning-rob")
+try:
+    __version__ = version("lightning-rob")
+except PackageNotFoundError:  # in a clone, as `torch.hub` takes it
+    __version__ = "unknown"
 
 # Where two folders have a name in common, the earlier one's is public: DANN is the defense.
 _FOLDERS = ("defenses", "attacks", "metrics", "evaluation", "modules", "callbacks")

@@ -17,6 +17,8 @@ from matplotlib.image import AxesImage
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
+from lightning_rob.runtime.files import atomic_write
+
 # Okabe and Ito (2008): distinct for the colour-blind, and in grey by their order.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 MARKERS = "os^DvP*X"
@@ -41,8 +43,8 @@ def blank(width: float = 4.8, height: float = 3.2) -> Figure:
 
 def save(figure: Figure, path: Path, dpi: int = 160) -> Path:
     """Write the figure as PNG, PDF or SVG, by its suffix; the folder is made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=dpi)
+    kind = path.suffix[1:] or None
+    atomic_write(path, lambda draft: figure.savefig(draft, dpi=dpi, format=kind))
     return path
 
 

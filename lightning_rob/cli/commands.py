@@ -25,7 +25,7 @@ from lightning_rob.recipes.safe_yaml import load_file, one_line, reading_recipes
 from lightning_rob.runtime.errors import InputError
 
 OF_PROCESS = {  # options that all models of `monitor` share
-    *("models", "label", "once", "until", "every", "serve", "serve_host")
+    *("models", "label", "once", "until", "every", "serve", "serve_host", "template")
 }
 
 

@@ -411,7 +411,7 @@ class Evaluator:
                 f"Gradients of {', '.join(sorted(self.recovered))} {why} and were taken "
                 f"{HAIR:g} of the range further inside"
             )
-            text += "." if self.inside else ", in a second run on these images."
+            text += "." if self.inside else ", in a second run on their groups."
             values = {"attacks": sorted(self.recovered)}
             noted.append(Finding("note", text, values=values, name="recovered"))
         random, distributed = self.random, torch.distributed

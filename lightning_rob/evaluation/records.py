@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
+import lightning_rob
 from lightning_rob.attacks import Attack
 from lightning_rob.attacks.nested import inner_attacks, walk
 from lightning_rob.metrics import wilson_over_draws
@@ -68,7 +69,8 @@ def measured(
 
 def versions() -> dict[str, str]:
     """Return the versions of the packages that a result depends on."""
-    return {name: version(name) for name in ("lightning-rob", "torch", "lightning", "torchvision")}
+    others = {name: version(name) for name in ("torch", "lightning", "torchvision")}
+    return {"lightning-rob": lightning_rob.__version__, **others}
 
 
 def threat_model_card(attack: Attack) -> dict[str, Any]:

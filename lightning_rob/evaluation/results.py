@@ -286,7 +286,7 @@ class EvaluationResult:
     def distances(self, name: str) -> Tensor:
         """Return how far each image [N] had to be moved until the defense was always wrong.
 
-        They are in units of the threat's eps: 0 where the clean image is accepted and wrong with
+        They are in the unit of the threat's eps: 0 where the clean image is accepted and wrong with
         certainty, infinite where the perturbed one is not. From one run of an attack of smallest
         norm (`PDGD`, `DDN`, `MinimalNorm`, `CW`, `DeepFool`) the accuracy within any radius up to
         its eps is `(distances(name) > radius).float().mean()`. Of other attacks the distances are

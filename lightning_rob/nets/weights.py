@@ -90,7 +90,7 @@ def member_prefixes(
     longest = [members for members in ensembles if len(members) == most]
     if len(longest) > 1:
         several = _listed(members[0] for members in longest)
-        raise ValueError(f"{path} holds several ensembles, tell by prefix=: {several}")
+        raise ValueError(f"{path} holds several ensembles, choose by prefix=: {several}")
     return longest[0]
 
 

@@ -1,7 +1,8 @@
 """A defense as a folder for the hub: the same logits, and the accuracies of exactly its weights."""
 
+import importlib
 import shutil
-from importlib.metadata import version
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,16 @@ def test_the_same_defense_by_torch_hub(exported):
     assert torch.equal(defense(X), lightning_rob.load(exported[0])(X))
 
 
+def test_without_an_installation(monkeypatch):
+    def missing(name):
+        raise metadata.PackageNotFoundError(name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(metadata, "version", missing)
+        assert importlib.reload(lightning_rob).__version__ == "unknown"
+    assert importlib.reload(lightning_rob).__version__ == metadata.version("lightning-rob")
+
+
 def test_no_code_of_others_is_imported(exported, monkeypatch):
     monkeypatch.delenv(VARIABLE)
     with pytest.raises(InputError, match="runs only with --allow-import tests"):
@@ -97,7 +108,7 @@ def test_the_card_has_the_accuracies_of_these_weights(exported):
     names = {"clean": "accuracy", "apgd": "robust accuracy (apgd, linf 16/255)"}
     for record in records[:2]:
         assert shown[names[record["name"]]] == pytest.approx(record["accuracy"], abs=1e-4)
-    assert f"| torch | {version('torch')} |" in card
+    assert f"| torch | {metadata.version('torch')} |" in card
 
 
 def test_accuracies_of_other_weights_are_left_out(exported, tmp_path, monkeypatch):

@@ -65,7 +65,7 @@ def test_it_shows_the_alarm_who_was_notified_the_queue_and_the_figures(served):
     text = text_of(html)
     assert HOSTILE in text and f"ALARM since {NEW} 7 checkpoints wait for evaluation" in text
     assert "Alarm: 2.ckpt: bad" in text and f"https://a.com {NEW}, https://b.com not yet" in text
-    assert "nobody: there was no --notify" in text
+    assert "not sent: there was no --notify" in text
     assert "https://b.com has not accepted 3 of the notifications" in text
     assert "25.0% 15.0% … 35.0%" in text
     assert "days since the last evaluation" in text and "0 s since the last look" in text

@@ -120,7 +120,7 @@ def alarms_of(history: History) -> Iterator[list[object]]:
             dates = [f"{to} {delivered.get((note['id'], to), 'not yet')}" for to in note["to"]]
             of = Cell(event.get("checkpoint", "the end of the monitor"), event["date"])
             reason = "; ".join(event.get("alarm", ())) or "no alarm any more"
-            yield [kind, of, reason, ", ".join(dates) or "nobody: there was no --notify"]
+            yield [kind, of, reason, ", ".join(dates) or "not sent: there was no --notify"]
 
 
 def ago(seconds: float) -> str:

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
@@ -21,6 +22,7 @@ from lightning_rob.commands.report.blocks import (
 from lightning_rob.commands.report.runs import Run, find_runs
 from lightning_rob.commands.report.sections import comparison, run_section
 from lightning_rob.runtime.errors import visible
+from lightning_rob.runtime.files import atomic_write
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,9 @@ def report(folders: Sequence[Path], out: Path, template: Path | None = None) -> 
     pages = [page for page, _ in sections]
     page = page_template(template).render(title=title, sections=pages)
     text = "\n\n".join(text for _, text in sections) + "\n"
-    out.write_text(page, "utf-8", "backslashreplace")
-    beside.write_text(text, "utf-8", "backslashreplace")
+    for path, content in ((out, page), (beside, text)):
+        written = content.encode("utf-8", "backslashreplace")
+        atomic_write(path, partial(Path.write_bytes, data=written))
     return out, beside
 
 

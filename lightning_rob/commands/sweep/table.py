@@ -1,5 +1,6 @@
 """The outcome of a sweep: a table for the terminal, a figure and the best value."""
 
+import io
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from lightning_rob.commands.sweep import OF_DEFENSE, SweepConfig, Value
 from lightning_rob.evaluation.records import Result
 from lightning_rob.evaluation.results import WORST
 from lightning_rob.plots import Curve, curves
+from lightning_rob.runtime.files import atomic_write_text
 from lightning_rob.tables import CLEAN
 
 AXES = {
@@ -82,8 +84,9 @@ class SweepTable:
     def show(self, path: Path) -> None:
         """Print the table, intervals below the accuracies, and write it as Markdown."""
         Console().print(self._table("\n"))
-        with path.open("w", encoding="utf-8") as file:
-            Console(file=file, width=1000).print(self._table(" "))
+        text = io.StringIO()
+        Console(file=text, width=1000).print(self._table(" "))
+        atomic_write_text(path, text.getvalue())
 
     def _table(self, gap: str) -> Table:
         """Return the table, with a text between accuracy and interval."""
