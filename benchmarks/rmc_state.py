@@ -110,9 +110,9 @@ def main():
         table.append([])
         for number, row in enumerate(game, start=1):
             table[-1].append(row)
-            told = ", ".join(f"{n} {v:.3f}" for n, v in zip(COLUMNS, row, strict=True))
+            values = ", ".join(f"{n} {v:.3f}" for n, v in zip(COLUMNS, row, strict=True))
             seconds = time.perf_counter() - began
-            print(f"sequence {sequence} round {number}: {told} ({seconds:.0f} s)", flush=True)
+            print(f"sequence {sequence} round {number}: {values} ({seconds:.0f} s)", flush=True)
     found = torch.tensor(table).double()  # [sequences, rounds, columns]
     rows = [
         [f"{first + 1}-{first + block.shape[1]}", *(percent(block[..., i]) for i in range(5))]

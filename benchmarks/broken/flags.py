@@ -3,7 +3,7 @@
     OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 python benchmarks/broken/flags.py
 
 Audits each of the 23 broken defenses of `table.py` within linf 0.15, handed in as a network with
-its class of rejection, and the more than thirty honest ones of `checks.py`. Prints the findings:
+its class of rejection, and the honest ones of `checks.py`. Prints the findings:
 those in brackets are warnings, the others are severe.
 """
 

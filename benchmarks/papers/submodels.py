@@ -82,8 +82,8 @@ def tell(study, logits, draws):
             for base in BASES:
                 gap = (ours - scores[base]).tolist()
                 low, high = student(gap)
-                told = f"{fmean(gap):+.1f} [{low:.1f}, {high:.1f}]"
-                cells.append("" if words == base else told)
+                text = f"{fmean(gap):+.1f} [{low:.1f}, {high:.1f}]"
+                cells.append("" if words == base else text)
             print(f"| {name} | {words} | {float(ours.mean()):.1f} | {' | '.join(cells)} |")
 
 
