@@ -3,10 +3,10 @@
     lightning-rob fit --config demo
     python benchmarks/ensemble_plane.py logs/version_0/checkpoints/last.ckpt --figure plane.png
 
-Takes the test image of `Patches10` on which adaptive PGD leaves the ensemble of two most often right
-where the climb does not, and draws the plane through the image and both attacks' ends: the regions in
-which each member is wrong, the ball (linf 8/255), and where the attacks end. In the plane each
-region is as it is for the networks; only within the ball may an attack go.
+Takes the test image of `Patches10` on which adaptive PGD overrates an ensemble of two most, beside
+the climb, and draws the plane through the image and both attacks' ends: the regions in which each
+member is wrong, the ball (linf 8/255), and where the attacks end. In the plane each region is as it
+is for the networks; only within the ball may an attack go.
 """
 
 import argparse
