@@ -120,7 +120,8 @@ class Unmasked(AttackDecorator):
 
     For attacks inside of others, as in `GMSA`, where no image may leave the batch. A forward pass
     shows what hides gradients, as in `Auto`. Where something does, a trial of a third of the passes
-    compares the surrogate gradients that this calls for, and the best one gets the others.
+    compares the surrogate gradients that this calls for, and the best one gets the others. Where
+    logits shrink as the margin grows, a loss without scale takes the place of the objective.
 
     Args:
         attack: a gradient attack on any objective whose passes are known before it runs.

@@ -5,9 +5,9 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from typing import Any, NoReturn
 
+from lightning_rob import __version__
 from lightning_rob.commands.config import SpreadConfig, config_of, function_of
 from lightning_rob.runtime.errors import Fault, InputError, LostRank, nearest, visible
 
@@ -58,7 +58,7 @@ def main(args: Sequence[str] | None = None) -> None:
         width = max(map(len, COMMANDS))
         print(HELP.format(commands="\n".join(f"  {k:{width}}  {v}" for k, v in COMMANDS.items())))
     elif args[0] == "--version":
-        print(f"lightning-rob {version('lightning-rob')}")
+        print(f"lightning-rob {__version__}")
     elif args[0] not in COMMANDS:
         choices = f", choose from {', '.join(COMMANDS)}"
         _fail(f"unknown command {args[0]!r}{nearest(args[0], COMMANDS, choices)}")

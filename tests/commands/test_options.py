@@ -90,6 +90,7 @@ LINES = {  # reason -> command line, and the models of a file
     "must name models": (MODELS, "[]"),
     "must have options such as run, got 3": (MODELS, "a: 3"),
     "once is of the process: --once": (MODELS, "a: {run: ., once: true}"),
+    "template is of the process: --template": (MODELS, "a: {run: ., template: page.html}"),
     "say first which run to watch": (MODELS, "a: {drop: 0.1}"),
     "a and b have one history": (MODELS, "{a: {run: .}, b: {run: .}}"),
     "there is no option --nosuch": (MODELS, "a: {run: ., nosuch: 1}"),

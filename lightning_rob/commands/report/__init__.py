@@ -4,11 +4,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from typing import ClassVar
 
+from lightning_rob import __version__
 from lightning_rob.commands.config import CommandConfig
 from lightning_rob.commands.report.blocks import (
     Block,
@@ -98,7 +98,7 @@ def _sections(runs: Sequence[Run], title: str, folder: Path) -> Iterator[tuple[s
     for found, name in zip(runs, names, strict=True):
         blocks = run_section(found, name, level, folder)
         yield _section(Heading(level, found.title, name), blocks, str(found.folder))
-    note = Paragraph(f"Written by lightning-rob {version('lightning-rob')} report.", "note")
+    note = Paragraph(f"Written by lightning-rob {__version__} report.", "note")
     yield html([note]), markdown([note])
 
 
