@@ -119,7 +119,7 @@ def randomness(target: AuditTarget, columns: Columns) -> Finding:
         text += " The randomness is not the generator's: no accuracy of it can be reproduced."
         advice += " Draw from the generator that `logits` is given."
         return Finding("severe", text, advice, values)
-    if target.exact:
+    if target.declared_exact:
         text += f" Yet a {type(target.defense).__name__} stands for a defense without randomness."
         return Finding("severe" if gain else "warning", text, advice, values)
     text += " The audit's own attack averages over draws."
@@ -133,8 +133,8 @@ def saturation(target: AuditTarget, columns: Columns) -> Finding:
     if flat.isnan().all():
         return not_checked(checks.NO_PATH)
     largest = float(columns["largest_logit"].max())
-    values = means(loss_saturated=flat, default=default, double=in_doubles)
-    values["largest_logit"] = largest
+    values = means(loss_saturated=flat, default=default) | {"largest_logit": largest}
+    values |= {} if in_doubles.isnan().all() else means(double=in_doubles)
     # A nondeterministic network scores otherwise in a second run anyway.
     weaker = significant(default - in_doubles) and not columns["is_nondeterministic"].any()
     if not (many(flat) or weaker):

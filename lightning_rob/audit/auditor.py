@@ -16,9 +16,11 @@ from lightning_rob.evaluation import worst_case
 from lightning_rob.evaluation.checks import made
 from lightning_rob.evaluation.columns import LazyColumns, Measure
 from lightning_rob.evaluation.evaluate import as_defense
+from lightning_rob.evaluation.evaluator import TRIED
 from lightning_rob.evaluation.findings import Columns, by_severity, known
 from lightning_rob.evaluation.records import Result, measured
 from lightning_rob.evaluation.suites import KINDS
+from lightning_rob.evaluation.worst import draws_noise
 from lightning_rob.runtime.identity import attack_spec
 from lightning_rob.threat import Threat
 
@@ -55,8 +57,10 @@ def audit(
         checks: the checks that are made; only the columns that they need are measured.
         **options: see `AuditTarget`.
     """
-    target = AuditTarget(as_defense(defense), threat or Threat(), **options)
-    columns = LazyColumns(AuditBatch(target, x, y, index), measures(target))
+    whole, index = as_defense(defense), torch.arange(len(x)) if index is None else index
+    random = draws_noise(whole, x[:TRIED], index[:TRIED])
+    target = AuditTarget(whole, threat or Threat(), random=random, **options)
+    columns = LazyColumns(AuditBatch(target, x, y, index.to(x.device)), measures(target))
     return build_report(target, columns, checks)
 
 

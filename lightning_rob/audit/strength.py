@@ -134,7 +134,7 @@ def adaptive(target: AuditTarget, columns: Columns) -> Finding:
     values["gap"] = values["default"] - values["adaptive"]
     values["attacks"] = means(**{name: columns[name] for name in suite.adaptive})
     text = f"The default attack leaves {percent(default)}, those for its kind {percent(best)}."
-    recipe = f"--trainer.callbacks+={plug_in_for(target.defense)}"
+    recipe = f"--trainer.callbacks+={plug_in_for(target.defense, suite.kind)}"
     if lacking:
         advice = f"Add {recipe}, and report what it leaves."
         return Finding("severe" if gain else "warning", f"{lacking} {text}", advice, values)
@@ -160,7 +160,7 @@ def _lacking(target: AuditTarget) -> str:
     kind = target.suite.kind
     if not target.other_attacks or kind == "single":
         return ""
-    found = fitting(target.other_attacks, target.defense)
+    found = fitting(target.other_attacks, kind, target.defense.rule)
     if any(_is_strong_enough(part, target) for part in found):
         return ""
     if not found:

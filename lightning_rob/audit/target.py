@@ -32,6 +32,7 @@ class AuditTarget(CheckTarget):
         other_attacks: name -> attack that the user runs beside the audit.
         progress: called with the name of an attack and the number of images that it attacked.
         power: test whether each attack finds adversarial images that exist by construction.
+        random: whether one network draws noise, which its kind does not declare.
     """
 
     def __init__(
@@ -44,10 +45,11 @@ class AuditTarget(CheckTarget):
         other_attacks: Mapping[str, Attack] | None = None,
         progress: Callable[[str, int], object] | None = None,
         power: bool = False,
+        random: bool = False,
     ) -> None:
-        super().__init__(working_copy(defense), threat.bounds, seed)
+        super().__init__(working_copy(defense), threat.bounds, seed, random)
         self.threat = threat
-        self.suite = suite_for(self.defense, threat, steps, queries)
+        self.suite = suite_for(self.defense, threat, steps, queries, random)
         self.attacks: dict[str, Attack] = {"clean": NoAttack(threat), **self.suite.attacks}
         self.queries = queries
         self.other_attacks = dict(other_attacks or {})

@@ -10,14 +10,16 @@ from lightning_rob.audit.auditor import build_report, measure, measures
 from lightning_rob.audit.report import Report
 from lightning_rob.audit.target import AuditTarget
 from lightning_rob.callbacks.base import EvaluationCallback
-from lightning_rob.callbacks.images import Images
+from lightning_rob.callbacks.images import Images, gather
 from lightning_rob.callbacks.loggers import writing_folder
 from lightning_rob.callbacks.progress import console_of
 from lightning_rob.callbacks.robust_eval import RobustEval, full_defense
 from lightning_rob.data.base import labelled_images
 from lightning_rob.defenses.transductive import give_source
 from lightning_rob.evaluation import RoundProtocol
+from lightning_rob.evaluation.evaluator import TRIED
 from lightning_rob.evaluation.groups import Batch
+from lightning_rob.evaluation.worst import draws_noise
 from lightning_rob.metrics import PerImage
 from lightning_rob.runtime.errors import at_least
 from lightning_rob.runtime.files import atomic_write_text
@@ -67,14 +69,20 @@ class RobustAudit(EvaluationCallback):
         self.found: Report | None = None
 
     def begin(self, trainer: Trainer, pl_module: Any, loaders: Any) -> Sequence[Images]:
+        defense = self.defense_of(pl_module)
+        protocol = self.settings.protocol_for(defense)
+        images = Images(trainer, loaders, self.inputs, self.settings, protocol)
+        random = any(draws_noise(defense, x, index) for x, _, index in images.first(TRIED))
         self.target = target = AuditTarget(
-            self.defense_of(pl_module),
+            defense,
             self.threat,
             self.steps,
             self.queries,
             self.settings.seed,
             power=self.power,
+            random=any(gather(trainer, random)),
         )
+        images.attacks = len(target.suite.attacks)
         target.other_attacks = {}
         for one in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(one, RobustEval):
@@ -84,8 +92,7 @@ class RobustAudit(EvaluationCallback):
             give_source(target.defense, lambda: labelled_images(trainer))
         self.table = PerImage(len(measures(target))).to(pl_module.device)
         self.found = None
-        protocol, attacks = self.settings.protocol_for(target.defense), len(target.suite.attacks)
-        return [Images(trainer, loaders, self.inputs, self.settings, protocol, attacks)]
+        return [images]
 
     def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch, images: Images) -> None:
         target, (x, y, index) = self.target, batch

@@ -32,7 +32,7 @@ from lightning_rob.evaluation.groups import (
 from lightning_rob.evaluation.protocol import RoundProtocol
 from lightning_rob.evaluation.records import SESSION, versions
 from lightning_rob.evaluation.results import EvaluationResult
-from lightning_rob.randomness import Streams
+from lightning_rob.randomness import Streams, own_streams
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,19 @@ class Images:
         for places, batch in found:
             x, y, index = with_index(self._transferred(batch), places, unpack)
             yield x.to(self._dtype), y, index
+
+    def first(self, most: int) -> list[Batch]:
+        """Return the first images, `most` of them at most; an empty list without images."""
+        if self.positions is None:
+            found = ((x, y, index) for x, y, index, _ in self._numbered())
+        else:
+            places = self.positions[:most]
+            batches = (self._transferred(fetch(self.loader, places)) for _ in places[:1])
+            found = (with_index(batch, places, self.inputs.unpack) for batch in batches)
+        # Training draws from the global streams, as images may.
+        with own_streams(self.settings.seed, self.trainer.strategy.root_device):
+            start = list(islice(found, 1))
+        return [(x[:most].to(self._dtype), y[:most], index[:most]) for x, y, index in start]
 
     def _transferred(self, batch: Any) -> Any:
         """Return a batch on the device, after the hooks of module and data that Lightning calls."""

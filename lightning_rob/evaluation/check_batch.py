@@ -19,18 +19,29 @@ DIRECTIONS = 4  # random corners, of each image; more where there are few images
 
 
 class CheckTarget:
-    """A defense that is checked and not changed; `bounds` are a pixel's least and largest value."""
+    """A defense that is checked and not changed.
+
+    Args:
+        bounds: a pixel's least and largest value.
+        seed: seed of all noise.
+        random: whether one network draws noise, which its kind does not declare.
+    """
 
     def __init__(
-        self, defense: Defense, bounds: tuple[float, float] = (0.0, 1.0), seed: int = 0
+        self,
+        defense: Defense,
+        bounds: tuple[float, float] = (0.0, 1.0),
+        seed: int = 0,
+        random: bool = False,
     ) -> None:
         self.defense = defense
         self.bounds = bounds
         self.seed = seed
         self.kind = suite_kind(defense)
         self.transductive = self.kind == "transductive"  # a batch is a round
-        # whether `forward` returns the exact expectation over the defense's randomness
-        self.exact = self.kind in ("single", "ensemble", "randomized")
+        # whether it stands for a defense whose `forward` returns the exact expectation
+        self.declared_exact = self.kind in ("single", "ensemble", "randomized")
+        self.exact = self.declared_exact and not random
         self.changed: set[str] = set()  # weights, buffers and attributes that a prediction changed
 
     @property

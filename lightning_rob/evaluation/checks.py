@@ -197,7 +197,9 @@ def batches(target: CheckTarget, columns: Columns) -> Finding:
     """Find predictions that depend on the other images of the batch."""
     if target.transductive:
         return not_checked("this defense adapts to the batch")
-    if columns["is_nondeterministic"].any() or (target.exact and columns["is_random"].any()):
+    if columns["is_nondeterministic"].any() or (
+        target.declared_exact and columns["is_random"].any()
+    ):
         return not_checked("predictions are random, other than by the generator of each image")
     found = columns["depends_on_batch"]
     classes = (found > 1).float()
@@ -244,7 +246,7 @@ def randomness(target: CheckTarget, columns: Columns) -> Finding:
             "can be reproduced.",
             "Draw from the generator that `logits` is given, or from torch's random stream.",
         )
-    if target.exact and columns["is_random"].any():
+    if target.declared_exact and columns["is_random"].any():
         return Finding(
             "warning",
             f"The logits of {images_of(columns['is_random'])} are random: a network draws noise, "

@@ -14,7 +14,6 @@ from tqdm import tqdm
 from lightning_rob.attacks import Attack
 from lightning_rob.attacks.base import check_images
 from lightning_rob.defenses import Defense, Single
-from lightning_rob.defenses.copies import working_copy
 from lightning_rob.defenses.network import Preprocessed
 from lightning_rob.evaluation.evaluator import (
     TRIED,
@@ -45,7 +44,7 @@ from lightning_rob.evaluation.records import threat_model_card, versions
 from lightning_rob.evaluation.results import EvaluationResult
 from lightning_rob.evaluation.store import PerImageResults
 from lightning_rob.evaluation.suites import attacks_by_name
-from lightning_rob.evaluation.worst import is_random
+from lightning_rob.evaluation.worst import draws_noise
 from lightning_rob.runtime.errors import at_least, is_of_shape
 from lightning_rob.runtime.identity import cache_key, fingerprint
 from lightning_rob.tables import CLEAN
@@ -186,12 +185,10 @@ def evaluate(
 
 def _is_random(defense: Defense, x: Tensor, y: Tensor, index: Tensor) -> bool:
     """Return whether a plain network predicts the first images at random."""
-    if not isinstance(defense, Single):
-        return False
     check_images(x, (0.0, 1.0))
     x = x[:TRIED].to(device_of(defense)).float()
     with _naming_shape(x):
-        return is_random(working_copy(defense), x, index[:TRIED])
+        return draws_noise(defense, x, index[:TRIED])
 
 
 @contextmanager

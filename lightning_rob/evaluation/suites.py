@@ -38,7 +38,7 @@ from lightning_rob.attacks.random_points import RandomCorners, RandomStart
 from lightning_rob.defenses import Defense, Ensemble, is_transform_ensemble, random_transforms_in
 from lightning_rob.evaluation.findings import Finding
 from lightning_rob.objectives import ce_of_mean_logits, linear, losses_of_rule
-from lightning_rob.rules import mean_logits, random_member
+from lightning_rob.rules import Rule, mean_logits, random_member
 from lightning_rob.runtime.errors import nearest
 from lightning_rob.threat import Threat
 
@@ -76,9 +76,9 @@ WORDS: dict[str, Callable[[Defense, Threat, bool], Attack]] = {
 }
 
 
-def plug_in_for(defense: Defense) -> str:
-    """Return the plug-in of the attacks that are made for a defense."""
-    kind = suite_kind(defense)
+def plug_in_for(defense: Defense, kind: SuiteKind | None = None) -> str:
+    """Return the plug-in of the attacks that are made for a defense; `kind` where it is known."""
+    kind = kind or suite_kind(defense)
     if kind == "random" and not random_transforms_in(defense):
         return "callbacks/eot.yaml"  # the other one looks for random transforms
     if kind == "ensemble" and defense.rule is mean_logits:
@@ -86,9 +86,8 @@ def plug_in_for(defense: Defense) -> str:
     return PLUG_INS[kind]
 
 
-def fitting(attacks: Mapping[str, Attack], defense: Defense) -> list[Attack]:
-    """Return the attacks, or parts of them, that are made for the kind of a defense."""
-    kind, rule = suite_kind(defense), defense.rule
+def fitting(attacks: Mapping[str, Attack], kind: SuiteKind, rule: Rule) -> list[Attack]:
+    """Return the attacks, or parts of them, that are made for a kind of defense and its rule."""
     parts = (part for attack in attacks.values() for part in walk(attack))
     return [part for part in parts if part.is_made_for(kind, rule)]
 
@@ -96,7 +95,7 @@ def fitting(attacks: Mapping[str, Attack], defense: Defense) -> list[Attack]:
 def unfit(attacks: Mapping[str, Attack], defense: Defense) -> list[Finding]:
     """Find that none of the attacks is made for the kind of a defense."""
     kind = suite_kind(defense)
-    if kind == "single" or fitting(attacks, defense):
+    if kind == "single" or fitting(attacks, kind, defense.rule):
         return []
     text = f"None of these attacks is made for {KINDS[kind]}: {MADE_FOR[kind]} may leave less."
     plug_in = f"--trainer.callbacks+={Path(plug_in_for(defense)).stem}"

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_rob.attacks.auto import suite_kind
 from lightning_rob.attacks.contexts import evaluating
 from lightning_rob.defenses import Defense
+from lightning_rob.defenses.copies import working_copy
 from lightning_rob.evaluation.records import Result, measured
 from lightning_rob.randomness import Streams, derive_seed, own_streams
 
@@ -115,6 +117,11 @@ def _by_halves(parts: list[Tensor], joint: bool) -> tuple[Tensor, str]:
         strongest = torch.cat(expected, 1).argmin(1, keepdim=True)
         each.append(torch.cat([part.mean(2) for part in scores], 1).gather(1, strongest))
     return torch.cat(each, 1), "per image, chosen on the other half of the inferences"
+
+
+def draws_noise(defense: Defense, x: Tensor, index: Tensor) -> bool:
+    """Return whether a defense of one network, which declares no noise, predicts at random."""
+    return suite_kind(defense) == "single" and is_random(working_copy(defense), x, index)
 
 
 def is_random(defense: Defense, x: Tensor, index: Tensor) -> bool:

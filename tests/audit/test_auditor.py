@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_rob.attacks import PGD
 from lightning_rob.audit.auditor import CHECKS, audit, build_report, measure, measures
 from lightning_rob.audit.strength import steps
 from lightning_rob.audit.target import AuditBatch, AuditTarget
@@ -13,7 +14,7 @@ from lightning_rob.defenses import DENT, Ensemble, Single, TransformEnsemble
 from lightning_rob.evaluation.columns import LazyColumns
 from lightning_rob.nets import SmallCNN
 from lightning_rob.rules import random_member
-from tests.audit.planted import IMAGES, LARGE, PLANTED, THREAT, Through, honest
+from tests.audit.planted import IMAGES, LARGE, PLANTED, THREAT, Noisy, Through, honest
 
 HONEST = ["standard", "adversarially_trained", "randomized_ensemble", "ensemble_of_means"]
 HONEST += ["random_transforms", "eight_bit_straight_through"]
@@ -64,6 +65,21 @@ def test_the_same_audit_twice_finds_the_same(nets, blobs):
     one, other = (audit(defense, *blobs, THREAT, queries=10) for _ in range(2))
     assert one.findings == other.findings
     assert audit(defense, *blobs, THREAT, queries=10, seed=1).findings != one.findings
+
+
+def test_one_network_with_noise_gets_the_attacks_on_random_predictions(nets, blobs):
+    """Of `Single` and of a defense that only declares one network."""
+    x, y = (part[:8] for part in blobs)
+    inside = Single(Through(nets[0], lambda x: x + 0.1 * torch.randn_like(x)))
+    for defense in (inside, Noisy(nets[0])):
+        found = audit(defense, x, y, THREAT, steps=2, queries=5)
+        assert "linear_aggmo" in {result.name for result in found.results}
+        assert "random predictions" in found.title
+        assert "randomness" in {finding.name for finding in found.flags}
+        other = {"mine": PGD(THREAT, 20, 0.05)}
+        lacking = audit(defense, x, y, THREAT, steps=2, queries=5, other_attacks=other)
+        (adaptive,) = (one for one in lacking.flags if one.name == "adaptive")
+        assert "but not EoT" in adaptive.text and "callbacks/eot.yaml" in adaptive.advice
 
 
 def test_a_check_alone_runs_what_it_needs(nets, blobs):

@@ -11,7 +11,8 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities import CombinedLoader
-from torch.nn.functional import cross_entropy
+from torch import nn
+from torch.nn.functional import cross_entropy, dropout
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_rob import PGD, Ensemble, RobustAudit, RobustEval, Single, Threat, evaluate
@@ -65,6 +66,17 @@ def test_a_module_without_the_step_gets_advice(step):
     assert f"Give WithoutSteps a {name}" in note and "evaluate(module, " in note
 
 
+class Dropping(nn.Module):
+    """A network behind dropout that eval() does not reach."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return self.net(dropout(x, 0.1, training=True))
+
+
 class Noisy(Dataset):
     """The same images, with noise of the usual three streams."""
 
@@ -116,6 +128,22 @@ def watching(folder):
     audit = RobustAudit(THREAT, 2, 10, max_images=8)
     matrix, votes = TransferMatrixEval(ATTACKS), VotingRuleEval(ATTACKS)
     return RobustEval(ATTACKS), audit, matrix, votes, RobustCheckpoint(dirpath=folder)
+
+
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__`")
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_audit_attacks_a_network_with_noise_as_one_that_is_random(stream):
+    """It looks at the first images, before it knows which attacks it runs."""
+    names = []
+    for drops in (False, True):
+        module = Classifier()
+        if drops:
+            module.net = Dropping(module.net)
+        audit = RobustAudit(THREAT, 2, 5, max_images=None if stream else 8)
+        loader = DataLoader(DATA, 10)
+        trainer(audit).test(module, Repeated(loader) if stream else loader, verbose=False)
+        names.append({result.name for result in audit.found.results})
+    assert names[1] - names[0] == {"linear_aggmo"}
 
 
 @pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__`")
