@@ -25,6 +25,7 @@ from lightning_rob.evaluation.groups import (
     fetch,
     group_loader,
     is_repeated,
+    regrouped,
     served_positions,
     unpacked,
     with_index,
@@ -49,8 +50,8 @@ class Images:
 
     Images with positions come at the end of the epoch in canonical groups, or in the rounds of a
     protocol: the same images together for any batch size, sampler and order of the loader. A stream
-    has no positions; it is read again, and its batches are evaluated as they come, unless
-    `max_images` of them are drawn. Images are float32, or double under `64-true`.
+    has no positions; it is read again, and each process attacks its images in groups as they come,
+    or a random choice of `max_images` of them. Images are float32, or double under `64-true`.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Images:
             **checkpoint_position(self.trainer),
             **several,
             "seed": self.settings.seed,
-            "group_size": None if self.positions is None else self.settings.group_size,
+            "group_size": self.settings.group_size,
             "precision": evaluation_precision(),
             "session": SESSION,
             "versions": versions(),
@@ -188,10 +189,10 @@ class Images:
             yield from ((x[:2], y[:2], index[:2]) for x, y, index, _ in start)
             return
         if most is None:
-            count = 0
-            for x, y, index, _ in chain(start, batches):
-                count += len(x)
-                yield x, y, index
+            count, stream = 0, ((x, y, index) for x, y, index, _ in chain(start, batches))
+            for batch in regrouped(stream, self.settings.group_size):
+                count += len(batch[1])
+                yield batch
             # Another process may repeat images of a stream.
             self.expected = count if trainer.world_size == 1 else None
             return

@@ -291,7 +291,6 @@ class TargetEvaluation:
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         dataset: Any = getattr(loader, "dataset", None)
         number = len(dataset) if hasattr(dataset, "__len__") else "unnumbered"
-        batches = f"{getattr(loader, 'batch_size', None)} loaded"
         return {
             "weights": fingerprint(self.defense),
             "defense": type(self.defense).__name__,
@@ -299,7 +298,7 @@ class TargetEvaluation:
             "rule": attack_spec(self.defense.rule),
             "target": self.target_name,
             "data": f"{type(data).__name__}, {number} images",
-            "group_size": batches if self.images.positions is None else self.settings.group_size,
+            "group_size": self.settings.group_size,
             "protocol": self.details.get("protocol"),
             "names": list(self.attacks),  # the order of the columns
             "attacks": {name: threat_model_card(attack) for name, attack in self.attacks.items()},

@@ -252,7 +252,10 @@ def smoothed_by(defense: Defense, sigma: float | None) -> Smoothing:
             )
         return Smoothing(defense, sigma).to(device_of(defense))
     if sigma not in (None, defense.sigma):
-        raise ValueError(f"the model is smoothed by {defense.sigma:g} already, got sigma {sigma:g}")
+        raise ValueError(
+            f"the model is smoothed by {defense.sigma:g} already, got sigma {sigma:g}: leave it "
+            "out, in a plug-in by --trainer.callbacks.sigma=null"
+        )
     return defense
 
 

@@ -18,7 +18,8 @@ def parse_thresholds(text: str) -> dict[str, float]:
             limit = float(value[:-1]) / 100 if value.endswith("%") else float(value)
         except ValueError:
             limit = math.nan  # which is in no range
-        if not name or not 0 <= limit <= 1:
+        number = name.endswith("findings") and limit >= 0
+        if not name or not (number or 0 <= limit <= 1):
             raise ValueError(
                 f"a threshold is NAME=VALUE, from 0 to 1, such as robust/worst=0.40, got {part!r}"
             )

@@ -123,6 +123,17 @@ def test_a_module_that_knows_nothing_of_defenses():
         assert logged[f"test/robust/{name}"] == pytest.approx(found.accuracy(name))
 
 
+def test_a_stream_is_attacked_in_groups_whatever_its_batches():
+    found = []
+    for size in (40, 9):
+        callback = RobustEval(ATTACKS, group_size=16)
+        evaluated(callback, loaders=Repeated(DataLoader(DATA, size)))
+        found.append(callback.result)
+        assert callback.results[0].details["group_size"] == 16
+    assert torch.equal(found[0].scores, found[1].scores)
+    assert torch.equal(found[0].scores, expected(group_size=16).scores)
+
+
 def watching(folder):
     """One callback of each kind that attacks."""
     audit = RobustAudit(THREAT, 2, 10, max_images=8)

@@ -290,6 +290,22 @@ def test_each_check_chooses_other_images(monkeypatch):
     assert seen[0] != seen[1] and len(seen[0]) == 20
 
 
+class Noisy(TinyNet):
+    """A network that draws noise."""
+
+    def forward(self, x):
+        return super().forward(x + 0.1 * torch.randn_like(x))
+
+
+def test_one_network_that_draws_noise_is_attacked_as_a_random_defense():
+    x, y = torch.rand(8, 3, 8, 8), torch.arange(8) % 4
+    protocol = submissions.Protocol("", {}, {"linf": 0.1}, 8, passes=60, steps=2)
+    for net, adaptive in ((TinyNet(), set()), (Noisy(), {"linear_aggmo"})):
+        defense, batches = Single(net), [(x, y, torch.arange(8))]
+        found = submissions.scored(defense, protocol, Threat("linf", 0.1), batches)
+        assert {*found.attacks} == {"usual", "auto"} | adaptive
+
+
 def test_timing_a_prediction_changes_no_buffer():
     """BatchNorm in training mode counts batches: the scores would be of another model."""
     net = torch.nn.Sequential(torch.nn.BatchNorm2d(1), torch.nn.Flatten(), torch.nn.Linear(4, 2))

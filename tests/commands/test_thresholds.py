@@ -20,6 +20,7 @@ def test_thresholds():
     found = {"test/robust/findings": 1.0, "test/robust/blind": 0.1}
     (line,) = violations({"robust/findings": 0.0, "blind": 0.2}, found, "test")
     assert line == "robust/findings is 1, above 0"
+    assert violations(parse_thresholds("findings=2"), found, "test") == []
     with pytest.raises(ValueError, match="no figure robust/arc was measured, only acc, robust/w"):
         violations({"robust/arc": 0.1}, figures, "test")
 

@@ -385,7 +385,7 @@ def sampled(part):
 @pytest.mark.parametrize(
     ("data", "options", "limits", "group_size", "images"),
     [
-        (Loaded(lambda part: DataLoader(Streamed(part), 8)), {}, {}, None, (33, 33)),
+        (Loaded(lambda part: DataLoader(Streamed(part), 8)), {}, {}, 128, (33, 33)),
         (Loaded(weighted), {"group_size": 7}, {}, 7, (1, 19)),
         (Loaded(sampled), {"max_images": 10}, {}, 128, (10, 10)),
         (Blobs(test_size=33), {"max_images": 5}, {"limit_test_batches": 1}, 128, (5, 5)),

@@ -17,10 +17,11 @@ from lightning_rob.attacks import Attack, Auto
 from lightning_rob.certify import certify
 from lightning_rob.defenses import Defense
 from lightning_rob.evaluation import EvaluationResult, RoundProtocol, evaluate
+from lightning_rob.evaluation.evaluator import TRIED
 from lightning_rob.evaluation.findings import Finding
 from lightning_rob.evaluation.records import versions, with_schema
 from lightning_rob.evaluation.suites import suite_for
-from lightning_rob.evaluation.worst import WORST
+from lightning_rob.evaluation.worst import WORST, draws_noise
 from lightning_rob.metrics import paired
 from lightning_rob.recipes.safe_yaml import load_file
 from lightning_rob.runtime.errors import InputError, at_least, nearest, visible
@@ -69,9 +70,9 @@ class Protocol:
         for norm, eps in self.radii.items():
             Threat(norm, eps)  # a ValueError for another norm
 
-    def attacks(self, defense: Defense, threat: Threat) -> dict[str, Attack]:
+    def attacks(self, defense: Defense, threat: Threat, random: bool) -> dict[str, Attack]:
         """Return the usual attack on a kind of defense, and the ones that adapt to it."""
-        suite = suite_for(defense, threat, self.steps)
+        suite = suite_for(defense, threat, self.steps, random=random)
         found = {USUAL: suite.attacks[suite.default]}
         within = set(suite.within(threat))
         found |= {name: suite.attacks[name] for name in suite.adaptive if name in within}
@@ -244,10 +245,10 @@ def scored(
     defense: Defense, protocol: Protocol, threat: Threat, batches: Batches
 ) -> EvaluationResult:
     """Attack images under a protocol within one threat."""
-    adapts = defense.transductive
+    adapts, (x, _, index) = defense.transductive, batches[0]
     return evaluate(
         defense,
-        protocol.attacks(defense, threat),
+        protocol.attacks(defense, threat, draws_noise(defense, x[:TRIED], index[:TRIED])),
         batches,
         seed=protocol.seed,
         inferences=1 if adapts else protocol.inferences,

@@ -25,7 +25,7 @@ class MonitorConfig(CommandConfig):
     Args:
         run: folder, file, s3://… or mlflow:models/NAME@ALIAS; or first argument
         suite: attacks such as rec_suite, one each time; else PGD, ARC, climb
-        alarm: limits: an alarm below robust/worst=0.40,acc=0.80, above blind=0.02
+        alarm: limits: an alarm below robust/worst=0.40,acc=0.80, above blind=0.02,findings=0
         drop: alarm if worst fell with an adjusted p below this; significant: 0.05
         notify: POST alarms and recoveries to this URL
         serve: page, /metrics for Prometheus and /healthz at this port of localhost, such as 9108

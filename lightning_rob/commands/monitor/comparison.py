@@ -12,6 +12,7 @@ from lightning_rob.commands.monitor.history import (
     Fields,
     History,
     Identity,
+    finding_count,
     identity,
     largest_blind,
     tag,
@@ -39,6 +40,7 @@ class CheckpointResults:
     scores: Scores  # indices [N] and scores [N] under the strongest attack
     fell: bool = False  # judged to be significantly worse than earlier ones
     blind: float = 0.0  # largest share of images on which an attack had no gradient to follow
+    findings: float = 0.0  # number of warnings and severe findings
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ def last_results(history: History, suite: str) -> dict[Identity, CheckpointResul
                 (stored[0], stored[1].double().mean(1)),
                 any(Drop(**drop).significant(level) for drop in event.get("drops", ())),
                 largest_blind(results),
+                finding_count(results),
             )
     return found
 
@@ -90,9 +93,10 @@ def current_results(
     """Return a new evaluation, from its results and their scores [N, R]."""
     accuracies = {result.name: result.accuracy for result, _ in results}
     index, scores = next(scores for result, scores in results if result.name == WORST)
-    blind = largest_blind([result.details for result, _ in results])
+    details = [result.details for result, _ in results]
+    blind, findings = largest_blind(details), finding_count(details)
     mean = index, scores.double().mean(1)
-    return CheckpointResults(checkpoint, position, accuracies, mean, blind=blind)
+    return CheckpointResults(checkpoint, position, accuracies, mean, blind=blind, findings=findings)
 
 
 def change(before: CheckpointResults, after: CheckpointResults) -> Fields:
@@ -178,7 +182,8 @@ def alarms(config: MonitorConfig, current: CheckpointResults, found: Sequence[Dr
 def violated(config: MonitorConfig, current: CheckpointResults) -> list[str]:
     """Describe accuracies below their minimum, and too few images for a verdict."""
     accuracies = {tag(name): accuracy for name, accuracy in current.accuracies.items()}
-    found = violations(config.limits, accuracies | {tag("blind"): current.blind}, "monitor")
+    noted = {tag("blind"): current.blind, tag("findings"): current.findings}
+    found = violations(config.limits, accuracies | noted, "monitor")
     images = len(current.scores[0])
     if config.level is not None and images < MIN_IMAGES:
         found.append(

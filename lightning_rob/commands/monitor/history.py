@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from lightning_rob.commands.monitor.scores import ScoreFiles
-from lightning_rob.evaluation.records import with_schema
+from lightning_rob.evaluation.records import SESSION, with_schema
 from lightning_rob.runtime.files import append_whole
 
 Fields = dict[str, Any]
@@ -74,6 +74,7 @@ class History:
     def append(self, *lines: Fields) -> None:
         """Append lines that end with an event: all of them or, after an error, none."""
         kinds = ("monitor_event" if "event" in line else "accuracy" for line in lines)
+        lines = tuple({"session": SESSION} | line for line in lines)
         records = (with_schema({"kind": k} | line) for k, line in zip(kinds, lines, strict=True))
         content = "".join(json.dumps(record) + "\n" for record in records).encode()
         append_whole(self.file, content)

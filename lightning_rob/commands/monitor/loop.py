@@ -45,7 +45,7 @@ from lightning_rob.commands.monitor.source import (
 )
 from lightning_rob.commands.monitor.suite import Suite
 from lightning_rob.commands.thresholds import violations
-from lightning_rob.evaluation.records import SESSION, Result
+from lightning_rob.evaluation.records import Result
 from lightning_rob.runtime.errors import Fault, InputError, reason_of
 from lightning_rob.runtime.files import UNWRITABLE
 from lightning_rob.runtime.identity import cache_key
@@ -232,7 +232,7 @@ class Watched:
                 built = self.built(file)
                 loggers = built.trainer.loggers
                 suite = Suite(built)
-                known = {tag(name): 1.0 for name in (*suite.names, "blind")}
+                known = {tag(name): 1.0 for name in (*suite.names, "blind", "findings")}
                 violations(self.config.limits, known, "monitor")  # raises for an unknown name
             except Exception as error:  # anybody may have made the file
                 failures[file.recipe] = error
@@ -253,7 +253,7 @@ class Watched:
         self.folder.in_evaluation = file.identity
         try:
             results = self.results(file)
-            event = facts | {"event": "evaluated", "date": timestamp(), "session": SESSION}
+            event = facts | {"event": "evaluated", "date": timestamp()}
             current = current_results(file.name, position, results)
             # Before its scores are written, which may take the place of an earlier evaluation's.
             event |= judged(self.config, self.history, self.key, current)
