@@ -343,6 +343,11 @@ def expected_relative_margin(logits: Tensor, weights: Tensor, y: Tensor) -> Tens
     return expectation(weights, margin(logits, y) / size)
 
 
+def without_scale(classes: int) -> Objective:
+    """Return a loss that is the same for logits of any scale."""
+    return expected_dlr if classes > 2 else expected_relative_margin
+
+
 def targeted_dlr(target: Tensor) -> Objective:
     """Return the targeted difference-of-logits ratio (Croce and Hein 2020a, eq. 7), over draws.
 

@@ -27,10 +27,9 @@ from lightning_rob.attacks.surrogate import SurrogateGradient
 from lightning_rob.defenses import Defense, Single
 from lightning_rob.defenses.per_image import restricted_to
 from lightning_rob.objectives import (
-    expected_dlr,
     expected_probability_margin,
-    expected_relative_margin,
     losses_of_rule,
+    without_scale,
 )
 from lightning_rob.randomness import Generator, derive_seed, own_streams, seed_of
 from lightning_rob.rules import random_member
@@ -180,7 +179,7 @@ class Search:
         again = type(defense).sample_logits is Defense.sample_logits  # all draws of a prediction
         self.draws = ceil(DRAWS / self.networks) if drawn and again else DRAWS
         self.cross_entropy, self.margin = losses_of_rule(defense.rule, self.networks)
-        self.relative = expected_dlr if classes > 2 else expected_relative_margin
+        self.relative = without_scale(classes)
         self.look = Inspection(threat, defense, x, y, self.margin, self.seed)
         self.rugged = self.shrinking = False
         self.trail: list[Trial] = []

@@ -27,8 +27,8 @@ RUGGED = 0.1  # of images that five starts break and as many steps from one star
 FEWEST_STEPS = 5
 ADAPTS = "the rounds against a defense that adapts have no such attack"
 MASKED = (
-    "Gradients mislead. Attack the margin and with restarts, without gradients, and look for "
-    "what is not smooth inside (docs/audit.md)."
+    "Gradients mislead. Attack by Auto, the margin with restarts, and without gradients, and look "
+    "for what is not smooth inside (docs/audit.md)."
 )
 
 

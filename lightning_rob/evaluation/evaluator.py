@@ -35,6 +35,7 @@ from lightning_rob.evaluation.protocol import (
 )
 from lightning_rob.evaluation.results import WORST, EvaluationResult
 from lightning_rob.evaluation.resume_log import BatchOutcome
+from lightning_rob.evaluation.scale import scale
 from lightning_rob.evaluation.store import KNOWN, PerImageResults, predicted_class
 from lightning_rob.evaluation.suites import unfit
 from lightning_rob.evaluation.worst import is_random
@@ -285,6 +286,10 @@ class Evaluator:
         if sight.recovered:
             self.recovered.add(name)
         if not self.joint:
+            if name in self.to_check:
+                known = self.settings.seed, self.random
+                small = scale(name, attack, self.subject, x, x_adv, y, index, *known)
+                self.findings += [small] if small else []
             self._check(name, x_adv, y, index)
         self.attacked(AttackedBatch(name, index, x, x_adv))
         return BatchOutcome(

@@ -888,6 +888,21 @@ def test_logits_that_shrink_hide_nothing(name):
     assert left < 0.35
 
 
+@pytest.mark.parametrize("name", [*SHRINKS, None])
+def test_an_evaluation_finds_an_attack_that_leads_to_small_logits(name):
+    """A loss without scale breaks images that it left; of an honest network it breaks none more."""
+    x, y = images(IMAGES, seed=4)
+    defense = SHRINKS[name]().eval() if name else Single(trained_net(1).eval())
+    y = defense.logits(x, seeded()).mean(0).argmax(1) if name == "two classes" else y
+    attacks = {"pgd": PGD(THREAT, 20, THREAT.eps / 4), "one": PGD(THREAT, 1, THREAT.eps)}
+    result = evaluate(defense, attacks, [(x, y)], inferences=2, progress=False)
+    found = {one.values["attack"]: one for one in result.findings if one.name == "scale"}
+    assert found.keys() == (attacks.keys() if name else set())
+    for one in found.values():
+        assert one.severity == "severe" and one.values["size"] < 0.3
+        assert one.values["broken"] > one.values["by_its_loss"] + 0.3
+
+
 def test_unmasked_climbs_a_margin_without_scale():
     """It leads across the boundary where cross-entropy leads to logits that shrink."""
     (x, y), defense = images(IMAGES, seed=4), Single(Shrinking().eval())
