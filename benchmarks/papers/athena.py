@@ -8,8 +8,8 @@ callbacks/transferability.yaml (Table 3), votes.jsonl of votes_taa.yaml (4), vot
 compositions_original.yaml (6, MNIST; 7, FashionMNIST). Of several records of a number the last
 counts. Prints a table for each attack, where a cell is "published / measured", and a summary: the
 mean absolute difference, Spearman's rank correlation of the rows' means, and how many published
-accuracies lie within the measured 95 % interval over images. The published numbers are in
-published/.
+accuracies lie within the measured 95 % interval over images, of Tables 6 and 7 also over the random
+compositions. The published numbers are in published/.
 """
 
 import argparse
