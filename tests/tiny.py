@@ -33,14 +33,11 @@ class TinyNet(nn.Module):
 class TinyDANN(nn.Module):
     """Three parts of one or two linear layers; learns in a second."""
 
-    def __init__(
-        self, inputs: int = 192, classes: int = 4, width: int = 16, norm: bool = True
-    ) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        middle = nn.BatchNorm1d(width) if norm else nn.Identity()
-        self.encoder = nn.Sequential(nn.Flatten(), nn.Linear(inputs, width), middle, nn.ReLU())
-        self.predictor = nn.Linear(width, classes)
-        self.discriminator = nn.Sequential(nn.Linear(width, 16), nn.ReLU(), nn.Linear(16, 2))
+        layers = nn.Flatten(), nn.Linear(192, 16), nn.BatchNorm1d(16), nn.ReLU()
+        self.encoder, self.predictor = nn.Sequential(*layers), nn.Linear(16, 4)
+        self.discriminator = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2))
 
     def features(self, x: Tensor) -> Tensor:
         return self.encoder(x)

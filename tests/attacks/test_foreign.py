@@ -7,7 +7,7 @@ from torch.nn.functional import cross_entropy
 
 from lightning_rob import Ensemble, Foreign, Single, Threat
 from lightning_rob.attacks.foreign import scores
-from lightning_rob.rules import mean_logits
+from lightning_rob.rules import mean_logits, mean_probs
 from tests.attacks.common import images, trained_net
 
 LINF, L2 = Threat("linf", 32 / 255), Threat("l2", 0.7)
@@ -32,11 +32,16 @@ def test_it_is_the_attack_alone():
 
 
 def test_an_ensemble_is_one_network():
-    defense = Ensemble([NET, trained_net(1)]).eval()
-    logits = scores(defense, X, None, None)
-    assert torch.allclose(logits.softmax(1), defense.logits(X).softmax(-1).mean(0), atol=1e-6)
-    defense.rule = mean_logits
-    assert torch.allclose(scores(defense, X, None, None), defense.logits(X).mean(0), atol=1e-6)
+    defense, weights = Ensemble([NET, trained_net(1)], [0.3, 0.7]).eval(), torch.tensor([0.3, 0.7])
+    for draws in (None, 3):
+        defense.rule, z = mean_probs, defense.logits(X)
+        found, expected = scores(defense, X, None, draws), weights @ z.softmax(-1).transpose(0, 1)
+        assert torch.allclose(found.softmax(1), expected, atol=1e-6)
+        defense.rule = mean_logits
+        expected = weights @ z.transpose(0, 1)
+        assert torch.allclose(scores(defense, X, None, draws), expected, atol=1e-6)
+    single = Single(NET).eval()
+    assert torch.equal(scores(single, X, None, None), single.net(X))
 
 
 def test_noise_is_that_of_the_evaluation():

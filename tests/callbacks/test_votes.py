@@ -16,17 +16,13 @@ from lightning_rob.rules import VOTING_RULES, abstaining, majority
 from lightning_rob.threat import Threat
 from tests.attacks.common import NonFinite
 from tests.callbacks.test_cross_eval import study as evaluated
+from tests.defenses.test_transform_ensemble import nets
 from tests.schema import checked
 from tests.tiny import TinyNet, blobs
 
 NAMES = ["clean", "rotate_90", "flip_both"]
 THREAT = Threat("linf", 0.1)
 WEAK = PGD(THREAT, 1, 0.1, random_start=False)
-
-
-def nets(count):
-    torch.manual_seed(0)
-    return [TinyNet().eval() for _ in range(count)]
 
 
 def study(defense, *votes, **options):

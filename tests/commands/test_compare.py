@@ -7,11 +7,8 @@ from lightning_rob.commands.compare.records import compared
 from lightning_rob.evaluation.result_file import write_result_file
 from lightning_rob.evaluation.resume_log import BatchOutcome
 from lightning_rob.evaluation.store import PerImageResults
+from tests.metrics.test_intervals import bits
 from tests.tiny import exit_code, refused, run
-
-
-def bits(text):
-    return torch.tensor([float(c) for c in text])
 
 
 def record(path, scores, labels=None, brightness=0.0, findings=()):

@@ -28,8 +28,6 @@ from tests.cli.hostile import CANARY, evil
 from tests.pieces import lines_of, plugged, spec
 from tests.tiny import exit_code, pgd, robust_eval
 
-CALLS = []
-
 
 @pytest.fixture
 def content(trained):
@@ -165,17 +163,3 @@ def test_the_attack_that_fails_is_named():
     with pytest.raises(LookupError, match="odd") as failed:
         lightning_rob.evaluate(net, attacks, [(x, y)])
     assert failed.value.__notes__ == ["under the attack 'bad'"]
-
-
-def called(*_, **__):
-    CALLS.append(1)
-
-
-def test_lightning_calls_nothing_that_a_checkpoint_names(tmp_path):
-    """The advice of docs/yours.md: `load_from_checkpoint`; Lightning 2.6.5 called the function."""
-    named = {"_instantiator": f"{__name__}.called", "anything": 1}
-    content = {"pytorch-lightning_version": "2.6.6", "state_dict": {}, "hyper_parameters": named}
-    torch.save(content, tmp_path / "evil.ckpt")
-    with pytest.raises(ValueError, match="instantiator"):
-        AdversarialTraining.load_from_checkpoint(tmp_path / "evil.ckpt", strict=False)
-    assert not CALLS

@@ -8,14 +8,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_rob.defenses.dann import DANN, domain_adversarial_loss
+from lightning_rob.defenses.dann import DANN
 from lightning_rob.defenses.transductive import learning, reinitialized
 from tests.attacks.common import seeded as generator
 from tests.tiny import ROOT, TinyDANN, blobs, same_weights
-
-
-def fast(parameters):
-    return torch.optim.Adam(parameters, 0.005)
 
 
 def descent(parameters):
@@ -31,35 +27,6 @@ def tiny_defense(**options):
 
 
 # The schedule and the loss
-def by_hand(net, x, y, target):
-    """Class loss and domain loss apart, in the order of the two forwards."""
-    source, other = net.encoder(x), net.encoder(target)
-    domains = torch.cat([net.discriminator(source), net.discriminator(other)])
-    told = torch.tensor([0] * len(x) + [1] * len(target))
-    each = F.cross_entropy(domains, told, reduction="none")
-    domain = each[: len(x)].mean() + each[len(x) :].mean()
-    return F.cross_entropy(net.predictor(source), y), domain
-
-
-@pytest.mark.parametrize("weight", [0.0, 0.1, 1.0])
-def test_the_encoder_plays_against_the_discriminator(weight):
-    """Encoder: class - alpha * domain; predictor: class; discriminator: domain."""
-    net = TinyDANN().double()
-    twin = copy.deepcopy(net)
-    x, y = blobs()
-    target = blobs(False)[0].double()
-    loss = domain_adversarial_loss(net, x.double(), y, target, weight)
-    loss.backward()
-    classes, domain = by_hand(twin, x.double(), y, target)
-    torch.testing.assert_close(loss, classes + domain, rtol=0, atol=1e-6)
-    encoder, rest = list(twin.encoder.parameters()), [twin.predictor, twin.discriminator]
-    (classes - weight * domain).backward(inputs=encoder, retain_graph=True)
-    (classes + domain).backward(inputs=[p for part in rest for p in part.parameters()])
-    for ours, theirs in zip(net.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-6)
-    assert same_weights(net.state_dict(), twin.state_dict())  # two forwards, source first
-
-
 def written_out(net, source, x, epochs, size, scale, chance):
     """The authors' loop: p = (i + epoch * n) / (epochs * n), n the smaller number of batches."""
     x_s, y_s = source
@@ -104,34 +71,6 @@ def test_adapting_is_the_authors_loop(known, test, size, scale):
 
 
 # The defense
-def halves(count, of_target, chance):
-    """Two classes: the left half separates them clearly, but shows class 1 on all target images.
-
-    The right half separates them faintly in both sets.
-    """
-    y = torch.randint(2, (count,), generator=chance)
-    sign = (2.0 * y - 1).view(-1, 1, 1, 1)
-    x = 0.5 + 0.1 * torch.randn(count, 1, 8, 8, generator=chance)
-    x[..., 4:] += 0.06 * sign
-    x[..., :4] += 0.15 * (torch.ones_like(sign) if of_target else sign)
-    return x.clamp(0, 1), y
-
-
-def test_what_is_true_of_the_source_only_is_not_trusted():
-    """Plain training on the source trusts it, and is little better than guessing on the target."""
-    chance = generator()
-    source, (x, y) = halves(256, False, chance), halves(256, True, chance)
-    net = TinyDANN(inputs=64, classes=2, width=32)
-    right = {}
-    for scale in (0.0, 0.2):
-        settings = {"epochs": 50, "batch_size": 64, "scale": scale, "optimizer": fast}
-        final = DANN(net, source, **settings).adapt(x, generator())
-        right[scale] = float((final(x).argmax(1) == y).float().mean())
-        assert (final(source[0]).argmax(1) == source[1]).float().mean() > 0.95
-    assert right[0.0] < 0.75
-    assert right[0.2] > 0.9
-
-
 def test_the_cifar_recipe_is_the_papers(monkeypatch, tmp_path):
     """SGD, a tenth at epochs 50, 75 and 90, batches of 64, crops and flips (appendix A.4.2)."""
     from lightning_rob.cli.lightning_cli import RobustCLI

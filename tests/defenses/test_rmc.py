@@ -165,22 +165,6 @@ def test_another_network_in_the_same_defense_is_remembered_anew():
     assert not torch.equal(after.x, before.x)
 
 
-def test_an_undefended_network_is_repaired():
-    x_adv = ATTACK(Single(NET), TEST_X, TEST_Y, seeded())
-    static = (NET(x_adv).argmax(1) == TEST_Y).float().mean().item()
-    clean = (NET(TEST_X).argmax(1) == TEST_Y).float().mean().item()
-    assert clean > 0.9
-    assert static < 0.1
-    defense = rmc(optimizer=partial(torch.optim.Adam, lr=0.003), epochs=30, neighbours=60)
-    right, rounds = 0, 15
-    for place in range(rounds):
-        x = x_adv[place : place + 1]
-        final = defense.adapt(x, seeded(place))
-        right += int(final(x).argmax(1) == TEST_Y[place])
-        defense = final.after_batch(seeded(1000 + place))
-    assert right / rounds >= 0.9
-
-
 def test_a_defense_that_has_remembered_travels_light():
     defense = rmc(copies=4).adapt(TEST_X[:1], seeded())
     text = pickle.dumps(defense)

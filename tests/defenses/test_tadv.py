@@ -161,24 +161,6 @@ def test_retraining_is_the_loop_by_hand():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def robust_accuracy(defense, x, y):
-    attack = PGD(THREAT, steps=20, step_size=8 / 255, keep_best=True)
-    adapted = defense.adapt(x, chance(1))
-    x_adv = attack(adapted.adapted_model, x, y, chance(2))
-    return (adapted.adapted_model(x_adv).argmax(1) == y).float().mean().item()
-
-
-def test_the_retrained_network_is_more_robust_than_a_plainly_trained_one():
-    x, y = blobs(train=False, test_size=200)
-    options = {"epochs": 7, "batch_size": 32, "optimizer": partial(torch.optim.Adam, lr=0.01)}
-    plain, robust = (
-        robust_accuracy(TADV(TinyNet(), blobs(train_size=400), made_by, **options), x, y)
-        for made_by in (untouched, PGD(THREAT, steps=5, step_size=11 / 255))
-    )
-    assert plain < 0.2
-    assert robust > 0.6
-
-
 def test_it_learns_from_a_data_set_and_augments_its_images():
     items, x = Blobs().source(True), batch()[0]
     options = {"attack": untouched, "epochs": 1, "batch_size": 32}

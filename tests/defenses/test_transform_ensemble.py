@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lightning_rob.attacks import PGD, OnDifferentiable, OnMember, attacking
-from lightning_rob.defenses import Single, TransformEnsemble
+from lightning_rob.attacks import PGD, OnDifferentiable, attacking
+from lightning_rob.defenses import TransformEnsemble
 from lightning_rob.objectives import expected_ce
 from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
@@ -71,14 +71,6 @@ def test_classifiers_are_the_members_behind_their_transformations(x):
     assert torch.equal(found, ensemble.logits(x))
     with pytest.raises(TypeError, match="noise_gaussian is random"):
         _ = TransformEnsemble(nets(1), ["noise_gaussian"]).classifiers
-
-
-def test_an_attack_on_a_member_goes_through_its_transformation(x):
-    members = nets(2)
-    ensemble = TransformEnsemble(members, ["clean", "rotate_180"])
-    y, pgd = torch.zeros(6, dtype=torch.long), PGD(Threat("linf", 0.1), 3, 0.05, random_start=False)
-    turned = pgd(Single(members[1]), x.rot90(2, (2, 3)), y).rot90(-2, (2, 3))
-    assert torch.allclose(OnMember(pgd, 1)(ensemble, x, y), turned, atol=1e-6)
 
 
 def test_a_gradient_where_there_is_none_is_refused_and_not_zero(x):

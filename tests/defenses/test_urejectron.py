@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torchmetrics.functional.classification import binary_auroc
 
 from lightning_rob.attacks import CW, PGD
 from lightning_rob.defenses import Single
@@ -47,20 +46,6 @@ def made(net: nn.Module, **options) -> URejectron:
 def digest(defense: nn.Module) -> str:
     state = [v.detach().numpy().tobytes() for v in (*defense.parameters(), *defense.buffers())]
     return hashlib.sha256(b"".join(state)).hexdigest()
-
-
-def auc(defense: URejectron, known: torch.Tensor, tests: torch.Tensor) -> float:
-    scores = torch.cat([defense.scores(known), defense.scores(tests)])
-    return float(binary_auroc(scores, torch.arange(len(scores)) >= len(known)))
-
-
-def test_obvious_shift_is_seen_and_rejected(net):
-    x, _ = blobs(False, 96)
-    other, _ = blobs(True, 192)
-    final = made(net, epochs=15).adapt(1 - x, chance())
-    assert auc(final, other[96:], 1 - x) > 0.99
-    assert float(final(1 - x).sum()) <= 2
-    assert float((final(other[96:]).sum(1) == 0).float().mean()) < 0.05
 
 
 # predictions
@@ -129,17 +114,6 @@ def test_descent_by_hand(net):
 
 
 # what an attacker sees
-@pytest.mark.parametrize("tau", [0.0, None, 1.0])
-def test_the_adapted_model_rejects_as_it_does(net, tau):
-    x, _ = blobs(False, 61)
-    tau = middling(net, x) if tau is None else tau
-    final = made(net, tau=tau).adapt(x, chance())
-    rejected = final(x).sum(1) == 0
-    seen = final.adapted_model(x)
-    assert torch.equal(seen.argmax(1) == 4, rejected)
-    assert torch.equal(seen[~rejected, :4].argmax(1), Single(net)(x)[~rejected].argmax(1))
-
-
 def test_the_adapted_model_accepts_a_score_that_is_the_threshold(net):
     x, _ = blobs(False, 61)
     for tau in made(net).adapt(x, chance()).scores(x).tolist()[::4]:
@@ -158,6 +132,7 @@ def test_rejection_has_a_gradient_and_the_right_side(net, tau, scale):
     logits = final.adapted_model.logits(x)[0]
     rejected = (final(x).sum(1) == 0).tolist()
     top = logits[:, :4].amax(1)
+    assert torch.equal(logits[:, :4].argmax(1), net(x).argmax(1))
     assert [bool(r > t) for r, t in zip(logits[:, 4], top, strict=True)] == rejected
     assert all(r != t for r, t in zip(logits[:, 4], top, strict=True))
     (gradient,) = torch.autograd.grad((logits[:, 4] - top).sum(), x)

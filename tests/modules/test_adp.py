@@ -25,14 +25,6 @@ def reference_adp(logits, y, alpha, beta):
     return np.array(values)
 
 
-def test_equal_members_have_no_diversity_and_orthogonal_ones_have_all():
-    apart = torch.full((2, 1, 3), -60.0)
-    apart[0, 0, 1] = apart[1, 0, 2] = 0  # all on different wrong classes
-    y = torch.zeros(1, dtype=torch.int64)
-    torch.testing.assert_close(adp(apart, y, 0.0, 1.0), torch.zeros(1), rtol=0, atol=1e-5)
-    assert adp(apart[:1].repeat(2, 1, 1), y, 0.0, 1.0) < -12  # log(2e-6)
-
-
 def test_it_is_differentiable_where_probabilities_round_to_zero():
     logits = 500 * torch.randn(3, 4, 10, generator=torch.Generator().manual_seed(1))
     logits.requires_grad_()

@@ -31,17 +31,6 @@ def trades(net, x, x_adv, y, beta):
     return F.cross_entropy(clean, y) + beta * robust
 
 
-def test_adversarial_training_sees_the_attacked_images_in_train_mode():
-    spy = Spy()
-    module = AdversarialTraining(TinyNet, spy)
-    x, y = batch()
-    module.train()
-    loss = module.loss(x, y)
-    assert spy.calls == [(module.defense, 8)]
-    torch.testing.assert_close(loss, F.cross_entropy(module.defense.net(torch.ones_like(x)), y))
-    assert module.defense.net.training
-
-
 def test_only_a_fraction_is_attacked():
     module = AdversarialTraining(TinyNet, Spy(), fraction=0.25)
     x, y = batch()

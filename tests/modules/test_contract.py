@@ -1,7 +1,6 @@
 """Contract of all training methods: each learns, is evaluated every epoch and resumes exactly."""
 
 import csv
-import signal
 from inspect import isabstract, isclass
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from lightning_rob import PGD, Threat, modules
 from lightning_rob.modules import DVERGE, TRS, AdversarialTraining
 from lightning_rob.randomness import Streams
-from tests.forked import forked
 from tests.modules.support import FOLDER, batch, saving
 from tests.tiny import TinyNet, pgd, recipe, records, robust_eval, run, same_weights, weights
 
@@ -122,19 +120,6 @@ def test_resuming_gives_the_same_weights(uninterrupted, tmp_path, name, start):
     run("fit", "--config", method(tmp_path, name), *args)
     expected, got = (weights(part / FOLDER / "end-epoch=3.ckpt") for part in (folder, tmp_path))
     assert same_weights(expected, got)
-
-
-def test_a_run_killed_in_member_two_and_resumed_gives_the_same_weights(uninterrupted, tmp_path):
-    file = method(tmp_path, "BAT")
-    kill = "--trainer.callbacks+={class_path: tests.tiny.KillAt, init_args: {step: 11}}"
-    killed = forked("fit", "--config", file, *CHECKPOINTS, kill)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert not (tmp_path / FOLDER / "end-epoch=2.ckpt").exists()
-    run("fit", "--config", file, *CHECKPOINTS, "--ckpt_path", tmp_path / FOLDER / "last.ckpt")
-    ends = (
-        weights(part / FOLDER / "end-epoch=3.ckpt") for part in (uninterrupted("BAT"), tmp_path)
-    )
-    assert same_weights(*ends)
 
 
 def test_each_member_of_bat_ends_with_its_best_weights(uninterrupted):

@@ -6,13 +6,11 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_rob.data.source_target import SourceTargetData
-from lightning_rob.defenses import Single
 from lightning_rob.defenses.dann import domain_adversarial_loss
-from lightning_rob.defenses.tadv import half_adversarial
-from lightning_rob.modules import DANN, AdversarialTraining
-from tests.modules.support import FOLDER, Spy, batch, saving
+from lightning_rob.modules import DANN
+from tests.modules.support import FOLDER, saving
 from tests.modules.test_contract import method
-from tests.tiny import Blobs, TinyDANN, TinyNet, blobs, quiet_trainer, refused, run, weights
+from tests.tiny import Blobs, TinyDANN, blobs, quiet_trainer, refused, run, weights
 
 NAME = "lightning_rob.modules.DANN"
 
@@ -58,11 +56,3 @@ def test_it_learns_from_the_targets_images_by_a_weight_that_grows(length, monkey
 def test_a_run_of_unknown_length_is_refused():
     with pytest.raises(MisconfigurationException, match=r"set trainer\.max_epochs or max_steps"):
         fit(DANN(TinyDANN), max_epochs=-1)
-
-
-def test_tadv_is_adversarial_training_with_the_halves_in_the_other_order():
-    (x, y), net = batch(), TinyNet()
-    other = AdversarialTraining(lambda: net, Spy(), fraction=0.5)
-    swapped = torch.arange(8).roll(4)
-    expected = other.loss(x[swapped], y[swapped])
-    torch.testing.assert_close(half_adversarial(Single(net), x, y, Spy()), expected)

@@ -217,6 +217,8 @@ COUNTS = [
     (LeNet, 832 + 51_264 + 3_212_288 + 10_250),
     (AthenaCNN, 320 + 18_496 + 6_557_696 + 40_970),
     (PreActResNet18, 11_171_146 + 2 * 512),  # ARC has a batch norm before the pool
+    (DANNNet, 2_736_780),  # appendix A.4.1
+    (DANNResNet18, 11_173_962 + 8_394_754),  # and its discriminator, of appendix A.4.2
 ]
 
 
@@ -224,6 +226,13 @@ def test_published_parameter_counts():
     for build, expected in COUNTS:
         with torch.device("meta"):
             assert count(build()) == expected, build
+
+
+def test_dann_has_the_papers_numbers():
+    net, small = DANNNet(), DANNResNet18(width=4)
+    assert (net.normalize.mean.item(), net.normalize.std.item()) == pytest.approx((0.1307, 0.3015))
+    assert [m.p for m in net.modules() if isinstance(m, nn.Dropout2d)] == [0.5]
+    assert small.discriminator(torch.rand(2, 16, 8, 8)).shape == (2, 32, 4, 4)
 
 
 NORM = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
