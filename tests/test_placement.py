@@ -106,6 +106,11 @@ def members():
     return Ensemble([SmallCNN(10, 1), SmallCNN(10, 1)], probs=[0.9, 0.1])
 
 
+def members_there():
+    """An ensemble of networks that are on the device already."""
+    return Ensemble([SmallCNN(10, 1).to(DEVICE), SmallCNN(10, 1).to(DEVICE)], probs=[0.9, 0.1])
+
+
 def random_transforms():
     drawn = [GaussianNoise(alpha=0.1), GaussianBlur()]
     return RandomTransforms(SmallCNN(10, 1), drawn, size=2, draws=2)
@@ -131,6 +136,7 @@ GAMES = {
     "DeepFool": (single, rob.DeepFool(L2, steps=3)),
     "ARC": (members, ARC(LINF, steps=2, step_size=0.1)),
     "ARC in l2": (members, ARC(Threat("l2", 1.0), steps=2, step_size=0.1)),
+    "climb": (members_there, rob.LatticeClimber(LINF, steps=2)),
     "random member": (members, rob.RandomMember(PLAIN)),
     "one member": (members, rob.OnMember(PLAIN, 0)),
     "folded BatchNorm": (lambda: Single(ResNet20(mean=(0.1,), std=(0.3,))), PLAIN),

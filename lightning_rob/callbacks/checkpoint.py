@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_rob.callbacks.loggers import writing_folder
 from lightning_rob.callbacks.progress import console_of
-from lightning_rob.callbacks.robust_eval import RobustEval, full_defense
+from lightning_rob.callbacks.robust_eval import RobustEval
 from lightning_rob.evaluation.overfitting import EpochScores, Overfitting, better
 from lightning_rob.evaluation.records import append_records
 from lightning_rob.evaluation.results import WORST, EvaluationResult, worst_over
@@ -24,15 +24,9 @@ PREFIX = "val/robust/"
 
 
 def measurers(trainer: Trainer, monitor: str) -> list[RobustEval]:
-    """Return the callbacks that log a robust accuracy in some epoch.
-
-    `worst` counts where all attacks on the whole defense run: that of a part of them is higher.
-    """
+    """Return the callbacks that log a robust accuracy in some epoch."""
     evaluations = [c for c in trainer.callbacks if isinstance(c, RobustEval)]  # type: ignore[attr-defined]
-    name = monitor.removeprefix(PREFIX)
-    if name == WORST:
-        return [e for e in evaluations if e.target is full_defense and e.attacks]
-    return [e for e in evaluations if name in e.attacks]
+    return [e for e in evaluations if e.measures(monitor.removeprefix(PREFIX))]
 
 
 def measured(trainer: Trainer, monitor: str) -> bool:

@@ -30,7 +30,7 @@ from lightning_rob.evaluation.records import (
     threat_model_card,
     versions,
 )
-from lightning_rob.evaluation.results import EvaluationResult, worst_measurement
+from lightning_rob.evaluation.results import WORST, EvaluationResult, worst_measurement
 from lightning_rob.evaluation.store import KNOWN, PerImageResults
 from lightning_rob.evaluation.suites import plug_in_for
 from lightning_rob.runtime.errors import at_least
@@ -121,6 +121,15 @@ class RobustEval(EvaluationCallback):
     @property
     def conditions(self) -> tuple[Any, ...]:
         return self.target, self.settings, self.every_n_epochs
+
+    def measures(self, name: str) -> bool:
+        """Whether a robust accuracy of this name depends on this callback.
+
+        `worst` counts where all attacks on the whole defense run: that of a part of them is higher.
+        """
+        if name == WORST:
+            return self.target is full_defense and bool(self.attacks)
+        return name in self.attacks
 
     def evaluated_for(self, trainer: Trainer) -> Sequence["RobustEval"]:
         """Return all callbacks of this kind if this is the first of them."""

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_rob.defenses.network import in_type_of
 from lightning_rob.defenses.transductive import (
     Losses,
     Retraining,
@@ -44,9 +45,9 @@ def domain_adversarial_loss(
         return classification_loss(parts.domain(reversed_gradient(features, weight)), labels)
 
     # One after the other, so that BatchNorm sees each domain by itself.
-    features = parts.features(x)
+    features = parts.features(in_type_of(net, x))
     loss = classification_loss(parts.classify(features), y) + domain_loss(features, 0)
-    return loss + domain_loss(parts.features(target), 1)
+    return loss + domain_loss(parts.features(in_type_of(net, target)), 1)
 
 
 class DANN(Retraining):

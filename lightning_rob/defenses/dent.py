@@ -64,7 +64,7 @@ class DENT(Transductive):
         for name, norm in norms.items():
             layer = PerImageNorm(norm, len(x)).to(device)
             net.set_submodule(name, layer)
-            weights += layer.parameters()
+            weights += [layer.weight, layer.bias]
         optimizer = self.optimizer(weights)
         net.train()  # as released: dropout is active while adapting
         for module in net.modules():
@@ -113,11 +113,16 @@ class PerImageNorm(PerImageLayer):
         )
         self.weight = nn.Parameter(scale.repeat(count, 1))
         self.bias = nn.Parameter(shift.repeat(count, 1))
+        # A SyncBatchNorm takes features too, where a BatchNorm1d would not be adapted.
+        self.plain = None if isinstance(norm, nn.BatchNorm2d) else norm
         self.eps = norm.eps
         self.register_buffer("mean", norm.running_mean.clone())
         self.register_buffer("var", norm.running_var.clone())
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.plain is not None and x.dim() == 2:
+            unadapted: Tensor = self.plain(x)
+            return unadapted
         rows = slice(None) if self.rows is None else self.rows
         weight, bias = self.weight[rows], self.bias[rows]
         # An image that an attack has dropped would shift the others to the wrong rows.

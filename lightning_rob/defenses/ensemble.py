@@ -48,7 +48,10 @@ class Ensemble(Defense):
         members = nn.ModuleList(members)
         for member in members:
             check_network(member)
-        super().__init__(sampling_probabilities(probs, len(members)), rule, rejects)
+        weights = sampling_probabilities(probs, len(members))
+        device = next(members.parameters(), weights).device
+        # Members may be on a device already; on the meta device are no values.
+        super().__init__(weights if device.type == "meta" else weights.to(device), rule, rejects)
         self.members = members
 
     @property

@@ -26,7 +26,7 @@ class Preprocessed(nn.Module):
 def network_logits(net: nn.Module, x: Tensor) -> Tensor:
     """Compute a network's logits, [B, …] -> [B, K], in its own type; float32 or better."""
     # Preprocessing sees the images as they are given; the network behind it gets its own type.
-    given = x if isinstance(net, Preprocessed) else x.to(_dtype(net, x.dtype))
+    given = x if isinstance(net, Preprocessed) else in_type_of(net, x)
     counted = not (torch.compiler.is_compiling() or given.is_inference())
     version = given._version if counted else 0  # torch's number of changes in place
     try:
@@ -57,6 +57,11 @@ def logits_in(output: Any) -> Any:
     if isinstance(output, Mapping):
         return output.get("logits", output)
     return getattr(output, "logits", output)
+
+
+def in_type_of(net: nn.Module, x: Tensor) -> Tensor:
+    """Return images in the type of a network's first weights."""
+    return x.to(_dtype(net, x.dtype))
 
 
 def _dtype(net: nn.Module, default: torch.dtype) -> torch.dtype:

@@ -26,7 +26,7 @@ from lightning_rob.defenses.transductive import (
 )
 from lightning_rob.randomness import Generator, Streams, derive_seed, generator_from, own_streams
 from lightning_rob.runtime.errors import at_least
-from lightning_rob.runtime.identity import fingerprint
+from lightning_rob.runtime.identity import cache_key
 
 Attacker = Callable[[Defense, Tensor, Tensor, Generator], Any]  # to a Tensor, see `data.samples`
 Stop = Literal["either", "both"]
@@ -219,7 +219,7 @@ def features(net: nn.Module, x: Tensor) -> Tensor:
     modes = [(module, module.training) for module in net.modules()]
     hooks = [module.register_forward_pre_hook(record) for module in layers]
     try:
-        net.eval()(x)
+        network_logits(net.eval(), x)
     finally:
         for hook in hooks:
             hook.remove()
@@ -261,8 +261,9 @@ class FeatureStore:
 
     def build(self, net: nn.Module, source: Source, device: torch.device) -> FeatureSet:
         """Return (copies + 1) * N images with features for a network; the first N are clean."""
-        # By the content of the weights, for another object may have the same ones.
-        network = fingerprint(net)
+        # By the content of the weights, for another object may have the same ones. Not by its code,
+        # of which that of a notebook is in no file.
+        network = cache_key(**dict([*net.named_parameters(), *net.named_buffers()]))
         if self._last is None or self._last[0] is not source or self._last[1] != network:
             self._last = None  # frees their memory before others are made
             self._last = source, network, self._made(net, source, device)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from itertools import chain
 from typing import Any
 
 import torch
@@ -62,14 +61,13 @@ class TADV(Retraining):
                 "TADV trains on adversarial images: give it an attack, such as "
                 "attack=PGD(Threat('linf', 0.3), steps=40, step_size=0.01, keep_best=True)"
             )
-        count, length = len(self.source), math.ceil(len(self.source) / self.batch_size)
-        orders = (shuffled(count, self.batch_size, generator) for _ in range(self.epochs))
-        steps = progress_bar(chain.from_iterable(orders), "Retraining", self.epochs * length)
-        for step, index in enumerate(steps, start=1):
-            images, labels = self.source.gather(index, self.augment)
-            batch = images.to(x), labels.to(x.device)
-            loss = half_adversarial(Single(net), *batch, self.attack, self.fraction, generator)
-            yield loss, step % length == 0
+        for _ in progress_bar(range(self.epochs), "Retraining"):
+            order = shuffled(len(self.source), self.batch_size, generator)
+            for step, index in enumerate(order, start=1):
+                images, labels = self.source.gather(index, self.augment)
+                batch = images.to(x), labels.to(x.device)
+                loss = half_adversarial(Single(net), *batch, self.attack, self.fraction, generator)
+                yield loss, step == len(order)
 
 
 def half_adversarial(

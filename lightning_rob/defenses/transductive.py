@@ -71,9 +71,9 @@ def _check_range(x: Tensor) -> None:
         )
 
 
-def progress_bar(steps: Iterable[T], name: str, total: int | None = None) -> Iterator[T]:
+def progress_bar(steps: Iterable[T], name: str) -> Iterator[T]:
     """Yield the steps, with a progress bar in a terminal if they take longer than 3 seconds."""
-    yield from tqdm(steps, name, total, leave=False, delay=3, mininterval=0.5, disable=None)
+    yield from tqdm(steps, name, leave=False, delay=3, mininterval=0.5, disable=None)
 
 
 class Transductive(Defense):

@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
@@ -92,6 +93,12 @@ class RobustModule(LightningModule, ABC):
         """Raise MisconfigurationException if an option of the trainer does not fit this module."""
 
     def on_fit_start(self) -> None:
+        callbacks: Any = self.trainer.callbacks  # type: ignore[attr-defined]
+        if self.keeps_best and any(isinstance(one, WeightAveraging) for one in callbacks):
+            raise MisconfigurationException(
+                f"{type(self).__name__} keeps the best epoch of each member, and WeightAveraging "
+                "would save the last average of all: leave it out"
+            )
         self.check_trainer(self.trainer)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -107,7 +114,8 @@ class RobustModule(LightningModule, ABC):
         torch.manual_seed(derive_seed(self.seed, self.current_epoch, batch_idx, self.global_rank))
         self.noise = Streams.from_index(index, self.seed, self.current_epoch)
         loss = self.loss(x, y)
-        self.log("train/loss", loss, on_step=False, on_epoch=True, batch_size=len(x))
+        # The mean of all processes, for a schedule may follow it.
+        self.log("train/loss", loss, False, on_epoch=True, sync_dist=True, batch_size=len(x))
         return loss
 
     def on_validation_epoch_start(self) -> None:
@@ -144,6 +152,11 @@ class RobustModule(LightningModule, ABC):
         check_labels(y, predictions.shape[-1])
         accuracy.update(predictions, y)
         self.log(f"{stage}/acc", accuracy, on_step=False, on_epoch=True, batch_size=len(x))
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the training ends with the weights of earlier epochs."""
+        return False
 
     @property
     def complete(self) -> bool:
@@ -213,6 +226,8 @@ class RobustModule(LightningModule, ABC):
             if monitor.startswith("val/robust/"):
                 # Between two evaluations the schedule would count the old value again.
                 callbacks: Any = self.trainer.callbacks  # type: ignore[attr-defined]
-                every = [getattr(callback, "every_n_epochs", 1) for callback in callbacks]
+                measuring = [c for c in callbacks if hasattr(c, "measures")]
+                name = monitor.removeprefix("val/robust/")
+                every = [one.every_n_epochs for one in measuring if one.measures(name)]
                 config["frequency"] = math.lcm(self.trainer.check_val_every_n_epoch or 1, *every)
         return {"optimizer": optimizer, "lr_scheduler": config}

@@ -59,6 +59,10 @@ class SequentialTraining(RobustModule):
         if len(self.epochs) != members or min(self.epochs, default=0) < 0 or sum(self.epochs) < 1:
             raise ValueError(f"epochs must be a count for each of {members} members, got {epochs}")
         self.probs = sampling_probabilities(probs, members)
+        if not self.probs[0] > 0:
+            raise ValueError(
+                f"probs[0] must be above 0: the first member begins alone, got {probs}"
+            )
         self.members = new_members(net, members, checkpoints)
         last = max(i for i, count in enumerate(self.epochs) if count)
         loaded = checkpoints or [None] * members
@@ -100,6 +104,10 @@ class SequentialTraining(RobustModule):
         """Return the index of the member that an epoch trains; after the last epoch, the last."""
         ends = torch.tensor(self.epochs).cumsum(0)
         return min(int((ends <= epoch).sum()), len(self.epochs) - 1)
+
+    @property
+    def keeps_best(self) -> bool:
+        return self.monitor is not None
 
     def check_trainer(self, trainer: Trainer) -> None:
         total, wanted = sum(self.epochs), trainer.max_epochs
@@ -197,6 +205,12 @@ class BARRE(SequentialTraining):
         **options: Any,
     ) -> None:
         at_least(1, search_every=search_every, search_images=search_images, search_from=search_from)
+        later = (options.get("checkpoints") or [])[1:]
+        counts = [epochs] * len(later) if isinstance(epochs, int) else epochs[1:]
+        if unread := [path for path, n in zip(later, counts, strict=False) if path and n]:
+            raise ValueError(
+                f"BARRE trains a member from the weights of the one before: leave out {unread}"
+            )
         super().__init__(net, attack, epochs, **options)
         if self.stage:  # the members before it keep the weights of their checkpoints
             self._start_from_the_one_before()

@@ -49,8 +49,10 @@ def cosines(gradients: Tensor) -> Tensor:
     """Return the cosine of each pair of members' gradients: [M, B, D] -> [M (M - 1) / 2, B]."""
     # A confident network has tiny gradients, whose squares would underflow: first scale the largest
     # entry to 1.
-    largest = gradients.detach().abs().amax(-1, keepdim=True).clamp_min(torch.finfo().tiny)
-    directions = nn.functional.normalize(gradients / largest, dim=-1)
+    largest = gradients.detach().abs().amax(-1, keepdim=True)
+    # A gradient of exactly zero has no direction, and is a constant: its slope would be infinite.
+    scaled = torch.where(largest > 0, gradients / largest.where(largest > 0, 1.0), 0.0)
+    directions = nn.functional.normalize(scaled, dim=-1)
     a, b = torch.triu_indices(len(gradients), len(gradients), offset=1)
     return (directions[a] * directions[b]).sum(-1)
 

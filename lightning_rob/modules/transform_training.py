@@ -111,6 +111,10 @@ class TransformTraining(RobustModule):
         self.transformed_images: dict[str, Tensor] = {}
 
     @property
+    def keeps_best(self) -> bool:
+        return True
+
+    @property
     def complete(self) -> bool:
         return not self.pending
 

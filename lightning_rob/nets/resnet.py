@@ -102,6 +102,10 @@ class ResNet(nn.Module):
         self.layer2 = stage(BasicBlock, widths[0], widths[1], blocks, 2, shortcut)
         self.layer3 = stage(BasicBlock, widths[1], widths[2], blocks, 2, shortcut)
         self.linear = nn.Linear(widths[2], classes)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weights of convolutions and of the linear layer anew, after their own draws."""
         self.apply(_kaiming)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -112,6 +112,10 @@ class WideResNet(nn.Module):
         self.bn1 = nn.BatchNorm2d(4 * width)
         self.relu = ACTIVATIONS[activation]()
         self.fc = nn.Linear(4 * width, classes)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weights of convolutions and of the linear layer anew, after their own draws."""
         self.apply(_kaiming)
 
     def forward(self, x: Tensor) -> Tensor:

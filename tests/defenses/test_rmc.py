@@ -165,6 +165,19 @@ def test_another_network_in_the_same_defense_is_remembered_anew():
     assert not torch.equal(after.x, before.x)
 
 
+def test_a_network_of_a_notebook_is_remembered():
+    """Its class is in no file, by which it could be known again."""
+    names = {"TinyNet": TinyNet, "__name__": "__main__"}
+    exec("class Loose(TinyNet): pass", names)
+    net, store, source = names["Loose"]().eval(), FeatureStore(), Source((X, Y))
+    assert store.build(net, source, CPU) is store.build(net, source, CPU)
+
+
+def test_features_of_a_network_in_half_precision():
+    found = features(copy.deepcopy(NET).bfloat16(), X)
+    torch.testing.assert_close(found, features(NET, X), rtol=0.1, atol=0.1)
+
+
 def test_a_defense_that_has_remembered_travels_light():
     defense = rmc(copies=4).adapt(TEST_X[:1], seeded())
     text = pickle.dumps(defense)

@@ -161,6 +161,22 @@ def test_retraining_is_the_loop_by_hand():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
+def test_a_last_batch_of_one_image_shifts_no_end_of_an_epoch():
+    """It joins the batch before, and the schedule still steps once an epoch."""
+    x, y = blobs()
+    defense = TADV(TinyNet(), (x[:5], y[:5]), Spy(), epochs=3, batch_size=2)
+    steps = defense.losses(reinitialized(defense.net, chance()), x, chance())
+    assert [ends for _, ends in steps] == [False, True] * 3
+
+
+def test_redrawn_weights_are_as_large_as_those_of_the_class():
+    net = ResNet20(widths=(16, 32, 64))
+    fresh = dict(reinitialized(net, chance()).named_parameters())
+    for name, weight in net.named_parameters():
+        if weight.dim() == 4:
+            assert fresh[name].std().item() == pytest.approx(weight.std().item(), rel=0.2), name
+
+
 def test_it_learns_from_a_data_set_and_augments_its_images():
     items, x = Blobs().source(True), batch()[0]
     options = {"attack": untouched, "epochs": 1, "batch_size": 32}

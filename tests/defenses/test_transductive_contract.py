@@ -1,5 +1,6 @@
 """The contract of every defense that adapts to the test batch."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -288,6 +289,9 @@ def test_dent_leaves_other_batch_norms_alone():
     net = Flat().eval()
     final = DENT(net).adapt(images(6)[0] ** 2)
     assert torch.equal(final.adapted.flat.running_mean, net.flat.running_mean)
+    several = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(net)).eval()
+    of_all = DENT(several).adapt(images(6)[0] ** 2)
+    torch.testing.assert_close(of_all(images(6)[0] ** 2), final(images(6)[0] ** 2))
     DENT(net).adapt(images(1)[0])
 
 

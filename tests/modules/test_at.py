@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback
 from lightning.pytorch.cli import ReduceLROnPlateau
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
@@ -238,7 +239,13 @@ def test_arguments_that_do_not_fit(options, message):
         AdversarialTraining(TinyNet, **({"attack": PGD(THREAT, 1, 0.1)} | options))
 
 
-def rates(schedule, callback, epochs):
+class Saving(Callback):
+    """A callback with an interval of its own, 0 as that of a `ModelCheckpoint` of steps."""
+
+    every_n_epochs = 0
+
+
+def rates(schedule, epochs, *callbacks):
     """Return the learning rate after each step of a training with a schedule."""
     found = []
 
@@ -248,7 +255,7 @@ def rates(schedule, callback, epochs):
 
     module = Noted(TinyNet, optimizer=lambda p: torch.optim.SGD(p, 1e-7), lr_scheduler=schedule)
     options = {"num_sanity_val_steps": 0, "log_every_n_steps": 1}
-    quiet_trainer(callback, max_epochs=epochs, **options).fit(module, Blobs(train_size=48))
+    quiet_trainer(*callbacks, max_epochs=epochs, **options).fit(module, Blobs(train_size=48))
     return found
 
 
@@ -257,17 +264,21 @@ def test_a_schedule_waits_for_new_robust_accuracies():
     callback = RobustEval({"pgd": PGD(Threat("linf", 0.1), 1, 0.1)}, every_n_epochs=2)
     options = {"mode": "max", "patience": 0, "factor": 0.5}
     plateau = partial(ReduceLROnPlateau, monitor="val/robust/worst", **options)
-    assert rates(plateau, callback, 6) == [1e-7] * 4 + [5e-8] * 2
+    assert rates(plateau, 6, callback) == [1e-7] * 4 + [5e-8] * 2
+    # What does not measure it does not count.
+    others = RobustEval({"late": PGD(Threat("linf", 0.1), 1, 0.1)}, every_n_epochs=9), Saving()
+    plateau = partial(ReduceLROnPlateau, monitor="val/robust/pgd", **options)
+    assert rates(plateau, 6, callback, *others) == [1e-7] * 4 + [5e-8] * 2
     with pytest.raises(MisconfigurationException, match="needs the name of a logged value"):
-        rates(torch.optim.lr_scheduler.ReduceLROnPlateau, callback, 1)
+        rates(torch.optim.lr_scheduler.ReduceLROnPlateau, 1, callback)
 
 
 def test_a_schedule_of_one_cycle_steps_with_each_batch():
     callback = RobustEval({"pgd": PGD(Threat("linf", 0.1), 1, 0.1)}, every_n_epochs=9)
     cycle = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=3)
-    assert len(set(rates(cycle, callback, 3))) == 3
+    assert len(set(rates(cycle, 3, callback))) == 3
     with pytest.raises(MisconfigurationException, match=r"after 3 batches, .* takes 5: "):
-        rates(cycle, callback, 5)
+        rates(cycle, 5, callback)
 
 
 @pytest.mark.parametrize(

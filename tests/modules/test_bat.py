@@ -6,6 +6,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -116,8 +117,18 @@ def test_members_start_from_checkpoints(tmp_path):
         ({"epochs": [1]}, "epochs must be a count for each of 2 members"),
         ({"epochs": [0, 1]}, "members \\[0\\] .* 0 epochs and no checkpoint"),
         ({"checkpoints": [None]}, "checkpoints must be one per member"),
+        ({"probs": [0, 1]}, "probs\\[0\\] must be above 0"),
     ],
 )
 def test_arguments_that_do_not_fit(options, message):
     with pytest.raises(ValueError, match=message):
         BAT(TinyNet, Spy(), **({"epochs": 1} | options))
+
+
+def test_what_training_would_not_use_is_refused():
+    """Weights of a member that starts from the one before; an average over earlier epochs."""
+    with pytest.raises(ValueError, match=r"leave out \['b.ckpt'\]"):
+        BARRE(TinyNet, Spy(), epochs=1, checkpoints=[None, "b.ckpt"])
+    module, loader = BAT(TinyNet, Spy(), epochs=1), DataLoader(list(zip(*batch(), strict=True)), 4)
+    with pytest.raises(MisconfigurationException, match="WeightAveraging would save"):
+        quiet_trainer(EMAWeightAveraging(), max_epochs=2).fit(module, loader, loader)

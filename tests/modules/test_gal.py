@@ -43,3 +43,12 @@ def test_tiny_gradients_keep_their_directions():
     gradients = torch.randn(3, 5, 20, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(gal(1e-25 * gradients), gal(gradients))
     assert gal(torch.zeros(3, 4, 10)).isfinite().all()
+
+
+def test_sure_images_give_weights_finite_gradients():
+    """Their gradient is exactly zero, and has no direction."""
+    module = GAL(TinyNet, members=2).eval()
+    module.members[0].last.weight.data *= 1e5
+    x, _ = batch()
+    module.loss(x.requires_grad_(), module.members[0](x).argmax(1)).backward()
+    assert all(weight.grad.isfinite().all() for weight in module.parameters())
