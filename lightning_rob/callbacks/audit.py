@@ -69,20 +69,27 @@ class RobustAudit(EvaluationCallback):
         self.found: Report | None = None
 
     def begin(self, trainer: Trainer, pl_module: Any, loaders: Any) -> Sequence[Images]:
+        self.found = None
+        protocol = self.settings.protocol_for(self.defense_of(pl_module))
+        count = len(self._begin(trainer, pl_module).suite.attacks)
+        return [Images(trainer, loaders, self.inputs, self.settings, protocol, count)]
+
+    def before_images(self, trainer: Trainer, pl_module: Any, images: Images) -> None:
         defense = self.defense_of(pl_module)
-        protocol = self.settings.protocol_for(defense)
-        images = Images(trainer, loaders, self.inputs, self.settings, protocol)
         random = any(draws_noise(defense, x, index) for x, _, index in images.first(TRIED))
+        if any(gather(trainer, random)):
+            self._begin(trainer, pl_module, random=True)
+
+    def _begin(self, trainer: Trainer, pl_module: Any, random: bool = False) -> AuditTarget:
         self.target = target = AuditTarget(
-            defense,
+            self.defense_of(pl_module),
             self.threat,
             self.steps,
             self.queries,
             self.settings.seed,
             power=self.power,
-            random=any(gather(trainer, random)),
+            random=random,
         )
-        images.attacks = len(target.suite.attacks)
         target.other_attacks = {}
         for one in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(one, RobustEval):
@@ -91,8 +98,7 @@ class RobustAudit(EvaluationCallback):
         if target.transductive and not trainer.sanity_checking:
             give_source(target.defense, lambda: labelled_images(trainer))
         self.table = PerImage(len(measures(target))).to(pl_module.device)
-        self.found = None
-        return [images]
+        return target
 
     def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch, images: Images) -> None:
         target, (x, y, index) = self.target, batch

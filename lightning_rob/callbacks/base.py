@@ -78,6 +78,9 @@ class EvaluationCallback(Callback, ABC):
     def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Log the results; called on every process."""
 
+    def before_images(self, trainer: Trainer, pl_module: Any, images: Images) -> None:
+        """Look at what is evaluated before the first batch; called on every process."""
+
     def finish_images(self, images: Images) -> None:
         """Gather the results of images that are all attacked; called on every process."""
 
@@ -205,6 +208,7 @@ class EvaluationCallback(Callback, ABC):
                 torch.autocast(device.type, enabled=False),
                 torch.inference_mode(False),
             ):
+                self.before_images(trainer, pl_module, images)
                 for batch in images.batches():
                     self.attack_batch(trainer, pl_module, batch, images)
                 if not trainer.sanity_checking:

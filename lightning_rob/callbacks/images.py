@@ -16,6 +16,7 @@ from lightning_rob.evaluation.evaluator import (
     Evaluator,
     check_indices,
     evaluation_precision,
+    spread_over,
 )
 from lightning_rob.evaluation.groups import (
     Batch,
@@ -33,7 +34,7 @@ from lightning_rob.evaluation.groups import (
 from lightning_rob.evaluation.protocol import RoundProtocol
 from lightning_rob.evaluation.records import SESSION, versions
 from lightning_rob.evaluation.results import EvaluationResult
-from lightning_rob.randomness import Streams, own_streams
+from lightning_rob.randomness import Streams
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class Images:
         self.loader = several[self.place]
         self.positions = self._chosen()
         self.expected: int | None = None
+        self.stream: Iterator[tuple[Tensor, Tensor, Tensor, Tensor]] = self._numbered()
         if protocol is None:
             return
         if self.positions is None:
@@ -138,17 +140,21 @@ class Images:
             yield x.to(self._dtype), y, index
 
     def first(self, most: int) -> list[Batch]:
-        """Return the first images, `most` of them at most; an empty list without images."""
+        """Return some images of the first group, the same on every process; [] without images.
+
+        Of a stream, this process's first images.
+        """
         if self.positions is None:
-            found = ((x, y, index) for x, y, index, _ in self._numbered())
-        else:
-            places = self.positions[:most]
-            batches = (self._transferred(fetch(self.loader, places)) for _ in places[:1])
-            found = (with_index(batch, places, self.inputs.unpack) for batch in batches)
-        # Training draws from the global streams, as images may.
-        with own_streams(self.settings.seed, self.trainer.strategy.root_device):
-            start = list(islice(found, 1))
-        return [(x[:most].to(self._dtype), y[:most], index[:most]) for x, y, index in start]
+            start = list(islice(self.stream, 1))
+            self.stream = chain(start, self.stream)
+            return [(x[:most], y[:most], index[:most]) for x, y, index, _ in start]
+        group = self.positions.sort().values[: self.settings.group_size]
+        places = group[spread_over(group, most)]
+        if not len(places):
+            return []
+        batch = self._transferred(fetch(self.loader, places))
+        x, y, index = with_index(batch, places, self.inputs.unpack)
+        return [(x.to(self._dtype), y, index)]
 
     def _transferred(self, batch: Any) -> Any:
         """Return a batch on the device, after the hooks of module and data that Lightning calls."""
@@ -171,7 +177,7 @@ class Images:
 
     def _streamed(self) -> Iterator[Batch]:
         """Yield this process's batches of a stream, or of a random choice of its images."""
-        trainer, batches, most = self.trainer, self._numbered(), self.settings.max_images
+        trainer, batches, most = self.trainer, self.stream, self.settings.max_images
         start = list(islice(batches, 1))
         # No index says which images a process is served, but their first batch does.
         marks = [(float(x.double().sum()), *y.tolist()) for x, y, *_ in start]

@@ -19,7 +19,7 @@ from lightning_rob.callbacks.progress import console_of, logs_to_file
 from lightning_rob.data.base import labelled_images
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.transductive import give_source
-from lightning_rob.evaluation.evaluator import AttackedBatch, Evaluator
+from lightning_rob.evaluation.evaluator import CHECKED, AttackedBatch, Evaluator
 from lightning_rob.evaluation.findings import warn_of
 from lightning_rob.evaluation.groups import Batch
 from lightning_rob.evaluation.protocol import RoundProtocol
@@ -160,6 +160,16 @@ class RobustEval(EvaluationCallback):
                 give_source(defense, lambda: labelled_images(trainer))
             self.evaluations.append(TargetEvaluation(callbacks, images, defense, self.advance))
         return list(passes.values())
+
+    def before_images(self, trainer: Trainer, pl_module: Any, images: Images) -> None:
+        """Let the same images decide on every process where gradients are taken."""
+        if trainer.world_size == 1 or images.positions is None:
+            return
+        first = images.first(CHECKED)
+        for evaluation in self.evaluations:
+            for batch in first if evaluation.images is images else ():
+                if not evaluation.evaluator.joint:
+                    evaluation.evaluator.check(*batch)
 
     def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch, images: Images) -> None:
         """Score the batch under every attack; a sanity check tries no rounds."""

@@ -151,6 +151,7 @@ def evaluate(
             attacks={name: threat_model_card(attack) for name, attack in attacks.items()},
             round=size,
             versions=versions(),
+            checks=checks,  # they decide where gradients are taken
             **details,
         )
     store = PerImageResults((CLEAN, *attacks), settings.columns, device, folder)
@@ -175,6 +176,8 @@ def evaluate(
                 count += len(x)
     if not count:
         raise ValueError("there are no images to evaluate: the batches are empty")
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        evaluator.powers /= torch.distributed.get_world_size()  # each process has all images
     found = evaluator.result()
     check_indices(found.index, count)
     # A log that stays would be taken for that of an interrupted evaluation.

@@ -3,9 +3,10 @@
 import math
 import re
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -196,6 +197,20 @@ class Evaluator:
         self.seconds = {name: self.store.log.seconds.get(name, 0.0) for name in self.attacks}
         self.sessions: dict[tuple[str, int], AttackerDefenderSession] = {}
         self.bounds = next(iter(self.attacks.values())).threat.bounds
+        for name, notes in self.store.log.notes.items():
+            self.to_check -= {name} & self.attacks.keys()  # what was found is known
+            for noted in notes:
+                self._take(Finding(**fields) for fields in noted.get("findings", ()))
+                self.random |= noted.get("random", False)
+                self.recovered |= {name} if noted.get("recovered") else set()
+
+    def _take(self, findings: Iterable[Finding]) -> None:
+        """Add findings, each once: those of an attack and those of the defense."""
+        known = {(one.name, one.values.get("attack")) for one in self.findings}
+        for one in findings:
+            if (key := (one.name, one.values.get("attack"))) not in known:
+                known.add(key)
+                self.findings.append(one)
 
     @cached_property
     def subject(self) -> Defense:
@@ -243,12 +258,15 @@ class Evaluator:
         for name, attack in self.attacks.items():
             if name in outcomes:
                 continue
-            began = time.perf_counter()
+            began, before = time.perf_counter(), len(self.findings)
             outcomes[name] = self._under(name, attack, x, y, index, clean[0])
             seconds = time.perf_counter() - began
             self.seconds[name] += seconds
             if keep:
-                self.store.log.add(x, y, index, name, outcomes[name], seconds)
+                found = [asdict(finding) for finding in self.findings[before:]]
+                noted = {"findings": found, "random": self.random}
+                noted["recovered"] = name in self.recovered
+                self.store.log.add(x, y, index, name, outcomes[name], seconds, noted)
         # Predictions may be random by noise, or by the choice of a member.
         wanted = settings.known_noise and KNOWN not in outcomes
         if wanted and (self.random or len(list(drawn_parts(self.subject))) > 1):
@@ -261,9 +279,13 @@ class Evaluator:
             known = outcomes[KNOWN].scores[:, 0] if KNOWN in outcomes else None
             self.store.add_batch(x, y, index, [outcomes[name] for name in names], known)
             if self.to_test:
-                rows = _spread(x, self.to_test)
+                rows = spread_over(x, self.to_test)
                 self.to_test -= len(rows)
                 self._test(x[rows], y[rows], index[rows])
+
+    def check(self, x: Tensor, y: Tensor, index: Tensor) -> None:
+        """Check the defense on images, in place of the first ones that are scored."""
+        self._check(CLEAN, x, y, index)
 
     def _under(
         self, name: str, attack: Attack, x: Tensor, y: Tensor, index: Tensor, before: Tensor
@@ -355,7 +377,7 @@ class Evaluator:
         self.to_check.discard(name)
         target = CheckTarget(self.subject, self.bounds, self.settings.seed)
         if name == CLEAN:
-            rows = _spread(x, CHECKED)
+            rows = spread_over(x, CHECKED)
             found = checked(target, x[rows], y[rows], index[rows])
         else:
             # Gradients may be wrong on attacked images only, or in large batches only.
@@ -363,7 +385,7 @@ class Evaluator:
             found = checked(target, x[some], y[some], index[some], (randomness,))
             self.random = self.random or found[0].flagged
             # The slope again, for a network may tamper with gradients of perturbed images only.
-            rows = _spread(x, CHECKED_ATTACKED)
+            rows = spread_over(x, CHECKED_ATTACKED)
             found += checked(target, x[rows], y[rows], index[rows], (slope,), directions=2)
         known = {finding.name for finding in self.findings}
         found = [one for one in found if one.flagged and not self._is_averaged(one)]
@@ -409,7 +431,17 @@ class Evaluator:
 
     def result(self) -> EvaluationResult:
         """Return the scores of all images; every process has to call it."""
-        rows, noted = self.store.rows(), [*self.findings, *self.unfit]
+        rows, distributed = self.store.rows(), torch.distributed
+        if distributed.is_available() and distributed.is_initialized():
+            # Each process has seen a part of the images; one that finds something is enough.
+            everywhere: Any = [None] * distributed.get_world_size()
+            mine = self.findings, self.recovered, self.random, self.powers
+            distributed.all_gather_object(everywhere, mine)
+            found, recovered, random, powers = zip(*everywhere, strict=True)
+            self._take(chain(*found))
+            self.recovered, self.random = set().union(*recovered), any(random)
+            self.powers = torch.stack(powers).sum(0)
+        noted = [*self.findings, *self.unfit]
         if self.recovered:
             why = "are zero at the bounds" if self.inside else "were not finite on some images"
             text = (
@@ -419,22 +451,13 @@ class Evaluator:
             text += "." if self.inside else ", in a second run on their groups."
             values = {"attacks": sorted(self.recovered)}
             noted.append(Finding("note", text, values=values, name="recovered"))
-        random, distributed = self.random, torch.distributed
-        if distributed.is_available() and distributed.is_initialized():
-            # Each process has seen a part of the images; one that varies is enough.
-            held = torch.tensor(float(random), device=device_of(self.defense))
-            distributed.all_reduce(held, distributed.ReduceOp.MAX)
-            random = bool(held)
-            counts = self.powers.float().to(held.device)
-            distributed.all_reduce(counts)
-            self.powers = counts.double().cpu()
         self.__dict__.pop("subject", None)  # its memory is for the next training step
         self.sessions.clear()
         return EvaluationResult(
             self.attacks,
             rows if self.defense.may_reject else replace(rows, rejected=None),
             self.settings.private_draws,
-            random,
+            self.random,
             self.joint,
             self.defense.stateful,
             len(self.defense.weights),
@@ -448,7 +471,7 @@ class Evaluator:
         )
 
 
-def _spread(x: Tensor, count: int) -> Tensor:
+def spread_over(x: Tensor, count: int) -> Tensor:
     """Return the indices of some images of all of a batch: its first ones may be of one class."""
     return torch.linspace(0, len(x) - 1, min(count, len(x)), device=x.device).long()
 

@@ -11,6 +11,7 @@ from lightning_rob.runtime.errors import FindingWarning
 from lightning_rob.tables import SEVERITIES, joined
 
 Severity = Literal["severe", "warning", "note", "fine"]
+FLAGGED: tuple[Severity, ...] = ("severe", "warning")
 FEWEST, LEAST_SHARE = 2, 0.02  # one image, or one in fifty, is no evidence
 Columns = Mapping[str, Tensor]  # per image [N]: a score in [0, 1], or 1 where a condition holds
 
@@ -28,7 +29,7 @@ class Finding:
     @property
     def flagged(self) -> bool:
         """Whether it is severe or a warning."""
-        return self.severity in ("severe", "warning")
+        return self.severity in FLAGGED
 
 
 def not_checked(reason: str) -> Finding:

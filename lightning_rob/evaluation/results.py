@@ -252,7 +252,8 @@ class EvaluationResult:
         scores = self.scores[:, self.names.index(name)]
         right, inferences = scores.sum(1), scores.shape[1]
         certain = bool(torch.isin(scores, torch.tensor([0.0, 1.0]).to(scores)).all())
-        if self.joint or (self.random and not (certain and inferences >= times)):
+        averaged = self.details.get("repeats", 1) > 1 and not certain
+        if self.joint or averaged or (self.random and not (certain and inferences >= times)):
             raise ValueError(
                 f"{times} submissions need a defense that does not adapt and, where it predicts at "
                 f"random, inferences={times} or more and repeats=1"

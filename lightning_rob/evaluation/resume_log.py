@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
@@ -43,6 +43,7 @@ class ResumeLog:
         self.path = folder and folder / f"{platform.node()}-{os.getpid()}.jsonl"
         self.known: dict[tuple[str, int], BatchOutcome] = {}  # by name and batch
         self.seconds = dict.fromkeys(self.names, 0.0)  # by name, on the known images
+        self.notes: dict[str, list[dict[str, Any]]] = {}  # by name, what was noticed
         found = sorted(folder.glob("*.jsonl")) if folder else []
         self.read = [path for path in found if path.is_file()]
         for path in self.read:
@@ -52,6 +53,7 @@ class ResumeLog:
                     parts = (torch.tensor(line[field]) for field in BatchOutcome._fields)
                     self.known[line["name"], line["batch"]] = BatchOutcome(*parts)
                     self.seconds[line["name"]] += line["seconds"]
+                    self.notes.setdefault(line["name"], []).append(line["noted"])
 
     def load(self, x: Tensor, y: Tensor, index: Tensor) -> dict[str, BatchOutcome]:
         """Return, by name, what is known of a batch with these images [B, …], labels, indices."""
@@ -60,12 +62,20 @@ class ResumeLog:
         return {name: outcome for name, outcome in found.items() if outcome is not None}
 
     def add(
-        self, x: Tensor, y: Tensor, index: Tensor, name: str, outcome: BatchOutcome, seconds: float
+        self,
+        x: Tensor,
+        y: Tensor,
+        index: Tensor,
+        name: str,
+        outcome: BatchOutcome,
+        seconds: float,
+        noted: dict[str, Any] | None = None,
     ) -> None:
-        """Append a batch's results under one attack, and how long it took."""
+        """Append a batch's results under one attack, how long it took, and what was noticed."""
         if self.path is None:
             return
         fields = {"name": name, "batch": _checksum(x, y, index), "seconds": round(seconds, 3)}
+        fields["noted"] = noted or {}
         for field, values in outcome._asdict().items():
             exact = values if field == "predictions" else values.float()
             fields[field] = exact.tolist()

@@ -6,13 +6,15 @@ from torch import Tensor
 from lightning_rob.attacks import PGD, Attack, evaluating
 from lightning_rob.attacks.auto import attack_gradients, step_across
 from lightning_rob.attacks.inspection import SHRUNK
+from lightning_rob.attacks.sight import watching
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.copies import fresh
-from lightning_rob.evaluation.findings import Finding, many
+from lightning_rob.evaluation.findings import Finding, is_gain
 from lightning_rob.evaluation.protocol import AttackerDefenderSession
 from lightning_rob.metrics import robust_accuracy
 from lightning_rob.objectives import losses_of_rule, spread, without_scale
 from lightning_rob.randomness import Streams, derive_seed, own_streams
+from lightning_rob.rules import rejected_share
 from lightning_rob.threat import PROJECTED
 
 STEPS = 20  # of the attack on a loss without scale
@@ -36,9 +38,9 @@ def scale(
     small where they are: an attack may end there. None where the logits of images x_adv
     [B, C, H, W] are not much smaller than those of x.
     """
-    threat = attack.threat
-    if threat.relative or threat.p not in PROJECTED or not threat.eps > 0:
-        return None
+    threat, (low, high) = attack.threat, attack.threat.bounds
+    if threat.relative or threat.p not in PROJECTED or not 0 < threat.eps < high - low:
+        return None  # a ball that holds every image, as of corruptions, says nothing
     noise, key = Streams.from_index(index, seed), derive_seed(seed, *index.tolist())
     with own_streams(key, x.device), evaluating(fresh(defense)) as copied, torch.no_grad():
         logits = [copied.logits(images, noise) for images in (x, x_adv)]
@@ -60,14 +62,16 @@ def scale(
         )
         session = AttackerDefenderSession(pgd, defense, seed)
         try:
-            _, found = session.step(x[rows], y[rows], index[rows], PREDICTIONS if random else 1)
+            with watching(len(rows), x.device):
+                _, found = session.step(x[rows], y[rows], index[rows], PREDICTIONS if random else 1)
         except torch.OutOfMemoryError:
             raise
         except Exception:  # a network that this attack cannot run on is no finding of it
             return None
         right = torch.stack([robust_accuracy(one, y[rows]) for one in found]).mean(0)
-        broken.append((right < 0.5).double())
-    if not many(broken[0] - broken[1]):
+        rejected = rejected_share(found, defense.rejects, defense.abstains).mean(0)
+        broken.append((right + rejected.to(right) < 0.5).double())
+    if not is_gain(broken[0] - broken[1], exact=not random):
         return None
     return Finding(
         "severe",

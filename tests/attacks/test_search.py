@@ -13,7 +13,16 @@ from torch.nn.functional import one_hot
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_rob import load_callbacks, objectives
-from lightning_rob.attacks import APGD, PGD, Auto, Budgeted, Square, SurrogateGradient, search
+from lightning_rob.attacks import (
+    APGD,
+    PGD,
+    Auto,
+    Budgeted,
+    CommonCorruption,
+    Square,
+    SurrogateGradient,
+    search,
+)
 from lightning_rob.attacks.base import is_batch_separable
 from lightning_rob.attacks.folding import FoldingError
 from lightning_rob.attacks.nested import walk
@@ -26,9 +35,11 @@ from lightning_rob.randomness import normal
 from lightning_rob.rules import majority, mean_logits, random_member
 from lightning_rob.runtime.errors import NoGradientError, ZeroGradientWarning
 from lightning_rob.threat import Threat
+from lightning_rob.transforms.corruptions import Brightness
 from tests.attacks.common import images, right, seeded, streams, trained_net
 from tests.audit.planted import Through
 from tests.counting import Counting
+from tests.evaluation.test_evaluate import Stopping
 
 THREAT = Threat("linf", 0.14)
 PASSES, IMAGES = 600, 24
@@ -895,12 +906,41 @@ def test_an_evaluation_finds_an_attack_that_leads_to_small_logits(name):
     defense = SHRINKS[name]().eval() if name else Single(trained_net(1).eval())
     y = defense.logits(x, seeded()).mean(0).argmax(1) if name == "two classes" else y
     attacks = {"pgd": PGD(THREAT, 20, THREAT.eps / 4), "one": PGD(THREAT, 1, THREAT.eps)}
-    result = evaluate(defense, attacks, [(x, y)], inferences=2, progress=False)
+    corrupted = {"corrupted": CommonCorruption(Brightness(5))}  # which is in no ball
+    result = evaluate(defense, attacks | corrupted, [(x, y)], inferences=2, progress=False)
     found = {one.values["attack"]: one for one in result.findings if one.name == "scale"}
     assert found.keys() == (attacks.keys() if name else set())
     for one in found.values():
         assert one.severity == "severe" and one.values["size"] < 0.3
         assert one.values["broken"] > one.values["by_its_loss"] + 0.3
+
+
+class Rejecting(nn.Module):
+    """Classes 0 to 2 of one pixel, of which 1 and 2 are never accepted; the fourth rejects."""
+
+    def forward(self, x):
+        m = x.flatten(1)[:, :1] - 0.5
+        k = 10 * (-20 * m).exp()
+        return torch.cat([k * m, -k * m, -k, k * (0.01 - m)], 1)
+
+
+def test_an_image_that_is_rejected_is_not_broken():
+    x, y = torch.linspace(0.7, 0.75, 20).view(-1, 1, 1, 1), torch.zeros(20, dtype=torch.long)
+    attacks, net = {"pgd": PGD(Threat("linf", 0.3), 20, 0.1)}, Rejecting()
+    for rejects, left in ((3, 1.0), (None, 0.0)):
+        found = evaluate(Single(net, rejects=rejects), attacks, [(x, y)], progress=False)
+        assert found.accuracy("pgd") >= left
+        assert any(one.name == "scale" for one in found.findings) == (rejects is None)
+
+
+def test_a_resumed_evaluation_keeps_what_it_found(tmp_path):
+    x, y = images(IMAGES, seed=4)
+    attacks = {"pgd": PGD(THREAT, 20, THREAT.eps / 4), "last": Stopping(0)}
+    given = {"model": Single(Shrinking().eval()), "batches": [(x, y)], "resume": tmp_path}
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(attacks=attacks, progress=False, **given)
+    found = evaluate(attacks=attacks | {"last": Stopping()}, progress=False, **given)
+    assert "scale" in {one.name for one in found.findings}
 
 
 def test_unmasked_climbs_a_margin_without_scale():

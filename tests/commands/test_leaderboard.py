@@ -13,7 +13,8 @@ import yaml
 
 from lightning_rob.commands.leaderboard import submissions
 from lightning_rob.commands.leaderboard.ranks import agreement, difference, ranks
-from lightning_rob.defenses import Single
+from lightning_rob.defenses import DENT, Single
+from lightning_rob.nets import SmallCNN
 from lightning_rob.recipes.shipped import shipped_folder
 from lightning_rob.threat import Threat
 from tests.pieces import spec
@@ -282,12 +283,14 @@ def test_each_check_chooses_other_images(monkeypatch):
     index, protocol = torch.arange(100), submissions.Protocol("", {}, {"l2": 1.0}, 100)
     one = submissions.Submission(Path(), "x")
     one.scores = {"norms": {"l2": {"index": index.tolist()}}}
-    for _ in range(2):
+    plain = Single(TinyNet())
+    for defense in (plain, plain, DENT(SmallCNN(4, 3, 4))):
         torch.manual_seed(0)
         with pytest.raises(InterruptedError):
             batches = [(torch.zeros(100, 1), index, index)]
-            one._attack_again(None, protocol, Threat("l2", 1.0), batches, 20)
+            one._attack_again(defense, protocol, Threat("l2", 1.0), batches, 20)
     assert seen[0] != seen[1] and len(seen[0]) == 20
+    assert len(seen[2]) == 100  # a round of fewer images would be another defense
 
 
 class Noisy(TinyNet):

@@ -28,7 +28,7 @@ from lightning_rob.commands.checkpoints import load_weights, read_checkpoint
 from lightning_rob.commands.monitor import MonitorConfig, comparison, folder, history, loop
 from lightning_rob.commands.monitor.comparison import CheckpointResults, alarms, drops
 from lightning_rob.commands.monitor.figures import FigureLog
-from lightning_rob.commands.monitor.history import History, scalars
+from lightning_rob.commands.monitor.history import History, finding_count, scalars
 from lightning_rob.commands.monitor.suite import Suite
 from lightning_rob.commands.report import report
 from lightning_rob.metrics import holm, robust_accuracy
@@ -462,6 +462,7 @@ def test_attacks_that_had_no_gradient_ring(trained, watched, put):
         found = [scalars(group) for group in kept.groups() if group[-1]["event"] == "evaluated"]
     assert [one["monitor/robust/blind"] for one in found] == [0, 1]
     assert [one["monitor/robust/findings"] > 0 for one in found] == [False, True]
+    assert finding_count([{"findings": [{"text": "", "severity": "note"}]}]) == 0
 
 
 def test_killed_at_any_write_it_evaluates_none_twice_and_misses_none(trained, watched, put):

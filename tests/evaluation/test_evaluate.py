@@ -185,6 +185,9 @@ def test_resubmission_of_a_random_defense_is_unbiased():
     halved = EvaluationResult({}, replace(rows, scores=scores / 2), random=True)
     with pytest.raises(ValueError, match="or more and repeats=1"):
         halved.resubmitted("clean", 2)
+    averaged = replace(halved, random=False, details={"repeats": 2})
+    with pytest.raises(ValueError, match="repeats=1"):
+        averaged.resubmitted("clean", 2)
 
 
 def test_the_worst_case_is_over_the_evaluations_by_the_last_protocol():

@@ -222,12 +222,15 @@ class Submission:
         fresh.seed()
         order = torch.randperm(len(index), generator=fresh)[:images].sort().values
         without_power = replace(protocol, power=0)
-        result = scored(defense, without_power, threat, some_of(batches, index[order]))
+        # A defense that adapts is another one in a smaller round.
+        attacked = batches if defense.transductive else some_of(batches, index[order])
+        result = scored(defense, without_power, threat, attacked)
+        rows = torch.isin(result.index, index[order])
         found = [(one.severity, one.name, one.text) for one in flagged(result)]
         self._refuse_severe(f"of {len(order)} images attacked again within {threat.norm}", found)
         for name in (CLEAN, WORST):
             before = torch.tensor(own["images"][name])[order].double()
-            now = result.per_image(name).double()
+            now = result.per_image(name)[rows].double()
             lost, any_way = before > now + TIE, (before - now).abs() > TIE
             differ = any_way if name == CLEAN else lost  # a luckier attack is no fraud
             if result.random or result.joint:
@@ -236,7 +239,7 @@ class Submission:
                 # The same images fall again, but for the rounding of another processor.
                 p = float(binom.sf(int(differ.sum()) - 1, len(order), ROUNDED))
             if p < DIFFERS:
-                accuracy = f"{before.mean():.1%} of the scores for {result.accuracy(name):.1%}"
+                accuracy = f"{before.mean():.1%} of the scores for {now.mean():.1%}"
                 where = f"{len(order)} images attacked again within {threat.norm}"
                 self.reasons.append(f"{name} of {where}: {accuracy}")
 

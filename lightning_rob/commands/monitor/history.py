@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from lightning_rob.commands.monitor.scores import ScoreFiles
+from lightning_rob.evaluation.findings import FLAGGED
 from lightning_rob.evaluation.records import SESSION, with_schema
 from lightning_rob.runtime.files import append_whole
 
@@ -135,8 +136,9 @@ def _whole_groups(content: bytes) -> tuple[list[Fields], int]:
 
 
 def finding_count(lines: Sequence[Fields]) -> int:
-    """Return the number of different findings in some lines."""
-    return len({one["text"] for line in lines for one in line.get("findings", ())})
+    """Return the number of different warnings and severe findings in some lines."""
+    found = [one for line in lines for one in line.get("findings", ())]
+    return len({one["text"] for one in found if one["severity"] in FLAGGED})
 
 
 def largest_blind(lines: Sequence[Fields]) -> float:
