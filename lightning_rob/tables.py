@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from lightning_rob.comparisons import holm
+from lightning_rob.runtime.errors import visible
 
 CLEAN = "clean"  # the row without an attack
 SEVERITIES = {"severe": "bold red", "warning": "yellow", "note": "cyan", "fine": "default"}
@@ -55,7 +56,8 @@ def print_table(title: str, results: Iterable[Any], console: Console | None = No
             name, justify="left" if left else "right", no_wrap=least is not None, min_width=least
         )
     for row in rows:
-        table.add_row(*(row[name] for name in kept))
+        cells = {**row, "attack": escape(visible(row["attack"]))}  # a name may have brackets
+        table.add_row(*(cells[name] for name in kept))
     console.print(table)
     for result in last.values():
         if power := result.details.get("power"):

@@ -14,7 +14,14 @@ from typing import Any
 from lightning_rob.cli.errors import shorten_state_dict_error
 from lightning_rob.cli.lightning_cli import USER_ERRORS, Parser, RobustCLI, build
 from lightning_rob.cli.load import load
-from lightning_rob.cli.options import CONFIG, CommandLine, allows, option_types, read_command_line
+from lightning_rob.cli.options import (
+    CONFIG,
+    CommandLine,
+    allows,
+    join_values,
+    option_types,
+    read_command_line,
+)
 from lightning_rob.commands.base import Run, quiet_lightning
 from lightning_rob.commands.bpda import find_transforms
 from lightning_rob.commands.checkpoints import load_weights
@@ -100,7 +107,12 @@ def model_overrides(args: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 def _with_checkpoints(line: CommandLine) -> None:
     def start(own: Sequence[str] = ()) -> tuple[Any, Callable[[Path], Run]]:
-        one = read_command_line(line.command, *line.given, *own) if own else line
+        one = line
+        if own:  # in place of the options of all models
+            named = {arg.partition("=")[0] for arg in own}
+            joined = join_values(line.given, option_types(type(line.options)))
+            given = [arg for arg in joined if arg.partition("=")[0].rstrip("+") not in named]
+            one = read_command_line(line.command, *given, *own)
         return one.options, partial(_build, one)
 
     starts: dict[str, Callable[[], tuple[Any, Callable[[Path], Run]]]] = {"": start}

@@ -5,6 +5,7 @@ import re
 import shlex
 import sys
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
@@ -102,12 +103,19 @@ def build(kind: type, spec: Any) -> Any:
     return parser.instantiate_classes(parser.parse_object({"object": spec})).object
 
 
+def without_secrets(recipe: str) -> str:
+    """Return a recipe without the keys of loggers, which come from the environment again."""
+    name = r"\w*(?:api_?key|api_?token|password|secret)\w*"
+    return re.sub(rf"^( +{name}): .*$", r"\1: null", recipe, flags=re.M)
+
+
 class SaveRecipe(SaveConfigCallback):
     """Saves the run's configuration in its folder and, as text, in its checkpoints."""
 
     @cached_property
     def recipe(self) -> str:
-        return str(self.parser.dump(self.config, skip_none=False, skip_validation=True))
+        text = self.parser.dump(self.config, skip_none=False, skip_validation=True)
+        return without_secrets(str(text))
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if not self.already_saved and (folder := writing_folder(trainer)):
@@ -238,6 +246,8 @@ class RobustCLI(LightningCLI):
         return trainer
 
     def predict(self, **options: Any) -> None:
+        if self.limits:
+            raise InputError("--fail_under judges a test or a validation, not predictions")
         if not isinstance(self.model, RobustModule):
             kind = type(self.model).__name__
             raise InputError(f"predict is for modules of lightning_rob.modules, got {kind}")
@@ -269,6 +279,8 @@ class RobustCLI(LightningCLI):
         self.limits = parse_thresholds(text) if (text := self.config.get("fail_under")) else {}
 
     def before_fit(self) -> None:
+        if self.limits and not self.config.get("test_after_fit"):
+            raise InputError("--fail_under judges a test: add --test_after_fit=true")
         # Before a logger makes the run's folder.
         if isinstance(self.model, RobustModule):
             self.model.check_trainer(self.trainer)
@@ -339,7 +351,10 @@ class RobustCLI(LightningCLI):
         trainer: Any = self.trainer
         names = ("last_model_path", "best_model_path")
         paths = (getattr(c, name, "") for c in trainer.checkpoint_callbacks for name in names)
-        if written := next((os.path.relpath(path) for path in paths if path), None):
+        written = next(filter(None, paths), None)
+        if written:
+            with suppress(ValueError):  # on another drive
+                written = os.path.relpath(written)
             self._print(f"Checkpoint: {written}")
         if tested := self.config.get("test_after_fit") and not trainer.fast_dev_run:
             kept = [c for c in trainer.checkpoint_callbacks if getattr(c, "monitor", None)]

@@ -138,7 +138,7 @@ def tune_process() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         mallopt: Any = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError):
+    except (AttributeError, OSError, TypeError):  # of another system
         return
     # glibc keeps freed activations: returning them to the system takes 10 to 60 % of an attack's
     # time on a CPU.

@@ -180,10 +180,11 @@ def _read_config(value: str, file: Path | None, known: set[str]) -> dict[str, An
 def parse_own(command: str, config: type[CommandConfig], args: Sequence[str]) -> Any:
     """Return a command's own options."""
     kinds = option_types(config)
-    numbers = [
-        arg if allows(kinds.get(re.split(r"[=.+]", arg)[0]), str) else parse_fraction_arg(arg)
-        for arg in args
-    ]
+    numbers = []
+    for arg in args:
+        kind = kinds.get(re.split(r"[=.+]", arg)[0], Path)
+        text = allows(kind, str) or allows(kind, Path)  # such as a folder 2026/11
+        numbers.append(arg if text else parse_fraction_arg(arg))
     with reading_recipes():
         parsed = build_parser(command, config).parse_args(numbers)
     options = {option.name: parsed[option.name] for option in fields(config)}

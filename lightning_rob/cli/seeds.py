@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import ClassVar
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from lightning_rob.cli.options import join_values, option_types, parse_own
@@ -67,7 +68,9 @@ def fit_seeds(args: Sequence[str]) -> None:
         Path(arg.partition("=")[2]).stem for arg in rest if arg.startswith(("--config", "-c"))
     ]
     # Other options or another recipe are another experiment: its trainings must not count as done.
-    files = [path for arg in rest if (path := Path(arg.partition("=")[2])).is_file()]
+    values = [arg.partition("=")[2] for arg in rest]
+    # Longer than any name is a mapping.
+    files = [path for value in values if len(value) < 256 and (path := Path(value)).is_file()]
     known = json.dumps([rest, [path.read_text("utf-8", "replace") for path in files]])
     digest = hashlib.sha256(known.encode()).hexdigest()[:8]
     folder = Path("logs") / "_".join([*recipes, "seeds", digest])
@@ -85,6 +88,9 @@ def _trained(folder: Path, seed: int, rest: Sequence[str]) -> bool:
     if tested(folder, seed):
         return True
     place = [f"--trainer.logger.save_dir={folder}", f"--trainer.logger.version=seed_{seed}"]
+    last = folder / f"seed_{seed}" / "checkpoints" / "last.ckpt"
+    if last.exists() and not any(arg.startswith("--ckpt_path") for arg in rest):
+        place.append(f"--ckpt_path={last}")  # of a training that was interrupted
     line = ["fit", *rest, f"--seed_everything={seed}", "--test_after_fit=true", *place]
     code, _ = run_child([sys.executable, "-m", "lightning_rob", *line])
     return code == 0 and bool(tested(folder, seed))
@@ -124,7 +130,7 @@ def _summarize(folder: Path, seeds: Sequence[int]) -> None:
         each = [f"{own[seed].accuracy:.1%}" if seed in own else "" for seed in by_seed]
         shown = ", ".join(map(str, images)), f"{fmean(values):.1%}"
         span = f"{100 * low:.1f} … {100 * high:.1f}"
-        table.add_row(name, target.replace("_", " "), *shown, span, *each)
+        table.add_row(escape(visible(name)), target.replace("_", " "), *shown, span, *each)
     Console().print(table)
     atomic_write_text(folder / "seeds.json", json.dumps(rows, indent=1) + "\n")
     print(visible(f"Wrote {folder}/seeds.json; lightning-rob report {folder} has all runs"))

@@ -54,7 +54,8 @@ def append_lines(path: Path, lines: Iterable[str]) -> None:
     content = "".join(f"{line}\n" for line in lines).encode()
     with path.open("ab+", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
-        if end and os.pread(file.fileno(), 1, end - 1) != b"\n":
+        file.seek(max(end - 1, 0))
+        if file.read(1) not in (b"", b"\n"):
             content = b"\n" + content  # end the line that a crash cut off
         append_whole(file, content)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from lightning_rob.runtime.errors import visible
 
+GPUS = "CUDA_VISIBLE_DEVICES"
 TRIES = 3  # of a part whose process is killed
 _children: set[subprocess.Popen[str]] = set()
 _ending = threading.Event()
@@ -26,11 +27,14 @@ def spread(args: Sequence[str], workers: int, ray: bool = False) -> list[str]:
     """
     # As many threads as cores in each process would wait for one another.
     cores = max((os.cpu_count() or 1) // workers, 1)
-    gpus = len([*Path("/dev").glob("nvidia[0-9]*")])
+    given = os.environ.get(GPUS)  # as a scheduler sets it
+    here = range(len([*Path("/dev").glob("nvidia[0-9]*")]))
+    devices = [*map(str, here)] if given is None else [one for one in given.split(",") if one]
+    gpus = len(devices)
     parts = []
     for i in range(workers):
         own = {"OMP_NUM_THREADS": str(cores)}
-        own |= {"CUDA_VISIBLE_DEVICES": str(i % gpus)} if gpus and not ray else {}
+        own |= {GPUS: devices[i % gpus]} if gpus and not ray else {}
         whole = [*args, "--workers=1", "--ray=0", f"--part={i + 1}/{workers}"]
         parts.append((whole, own, str(Path.cwd())))
     where = "as tasks of Ray" if ray else "side by side"
@@ -51,10 +55,9 @@ def run_part(args: Sequence[str], own: dict[str, str], folder: str) -> str:
     line = [sys.executable, "-m", "lightning_rob", *args]
     for _ in range(TRIES):
         pipe = subprocess.PIPE
-        # Of the number of threads and the GPU, the choice of the user counts.
-        code, errors = run_child(
-            line, env=own | os.environ, cwd=folder, stdout=subprocess.DEVNULL, stderr=pipe
-        )
+        # Of the number of threads the choice of the user counts; its GPUs were dealt out.
+        env = own | os.environ | {key: own[key] for key in own if key == GPUS}
+        code, errors = run_child(line, env=env, cwd=folder, stdout=subprocess.DEVNULL, stderr=pipe)
         # Else a signal ended it: memory, or a machine that is taken away. Ctrl-C ends all.
         if code >= 0 or code == -signal.SIGINT or _ending.is_set():
             break

@@ -7,11 +7,22 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_rob.attacks import Attack
-from lightning_rob.cli.lightning_cli import Parser
+from lightning_rob.cli.lightning_cli import Parser, without_secrets
 from lightning_rob.cli.options import read_command_line
 from tests.commands.test_report import made
 from tests.pieces import CKPT, lines_of, plugged, records, spec
-from tests.tiny import arc, exit_code, fit, pgd, recipe, robust_eval, run, same_weights, weights
+from tests.tiny import (
+    arc,
+    exit_code,
+    fit,
+    pgd,
+    recipe,
+    refused,
+    robust_eval,
+    run,
+    same_weights,
+    weights,
+)
 
 
 @pytest.fixture(scope="module")
@@ -135,3 +146,13 @@ def test_null_reaches_the_parts_of_parts():
     inner = "{class_path: Accelerated, init_args: {attack: CW, autocast: bfloat16}}"
     kinds = ("--of=Accelerated", f"--of.attack={inner}", "--of.attack.autocast=null")
     assert parser.parse_args(kinds).of.init_args.attack.init_args.autocast is None
+
+
+def test_keys_of_loggers_are_in_no_file():
+    recipe = "trainer:\n  logger:\n    init_args:\n      api_key: abc\n      name: x\n"
+    assert without_secrets(recipe) == recipe.replace("abc", "null")
+
+
+def test_limits_without_a_test_are_refused(tmp_path, capsys):
+    args = "--test_after_fit=false", "--fail_under=worst=0.9"
+    assert "judges a test" in refused(capsys, "fit", "--config", recipe(tmp_path), *args)

@@ -7,6 +7,8 @@ from contextlib import closing
 import pytest
 import yaml
 
+from lightning_rob.cli import commands
+from lightning_rob.cli.options import read_command_line
 from lightning_rob.commands.monitor import loop
 from lightning_rob.commands.monitor.history import History
 from tests.commands import test_monitor
@@ -78,3 +80,19 @@ def test_once_the_others_are_evaluated_and_the_failure_is_the_exit_code(listed, 
     assert "second: " in error and "NoSuchCallback" in error
     assert "third: there is no checkpoint in" in error
     assert "fourth: there is no folder or checkpoint" in error
+
+
+def test_an_option_of_a_model_takes_the_place_of_that_of_all(tmp_path, monkeypatch):
+    file, found = tmp_path / "models.yaml", {}
+    own = {"run": str(tmp_path), "notify": "https://b.example", "suite": "arc"}
+    file.write_text(yaml.safe_dump({"own": own, "other": {"run": str(tmp_path)}}))
+
+    def watched(options, starts):
+        found.update({name: start()[0] for name, start in starts.items()})
+
+    monkeypatch.setattr(commands, "function_of", lambda _: watched)
+    args = "--models", str(file), "--notify", "https://a.example", "--suite", "adaptive_pgd"
+    commands._with_checkpoints(read_command_line("monitor", *args))
+    assert (found["own"].notify, len(found["own"].suite)) == (["https://b.example"], 1)
+    assert "arc" in str(found["own"].suite)
+    assert found["other"].notify == ["https://a.example"]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_rob.cli.options import parse_records
+from lightning_rob.cli.options import parse_own, parse_records
 from lightning_rob.cli.seeds import SeedsConfig
 from lightning_rob.commands.audit import AuditConfig, audited_threat
 from lightning_rob.commands.certify import CertifyConfig
@@ -66,6 +66,8 @@ def test_a_value_is_refused(make, options, message):
 
 def test_values_are_read():
     assert SeedsConfig(seeds="1,0..2").numbers == [1, 0, 2]
+    sweep = parse_own("sweep", SweepConfig, ["--over=eps", "--values=8/255", "--out=2026/11"])
+    assert sweep.out == Path("2026/11")
     assert CertifyConfig(radii=0.5).lengths(0.1) == (0.5,)
     assert CertifyConfig().lengths(0.25) == (0.125, 0.25, 0.375, 0.5)
 

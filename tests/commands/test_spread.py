@@ -148,3 +148,22 @@ def test_a_sweep_on_ray(trained, tmp_path, monkeypatch):
     alone = swept(tmp_path / "one", trained)
     monkeypatch.setenv("MAY_DIE", "1")
     assert swept(tmp_path / "two", trained, "--ray=2") == alone
+
+
+def test_the_gpus_of_a_job_are_dealt_out(monkeypatch, capfd):
+    found = []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    monkeypatch.setattr(spread, "run_part", lambda args, own, folder: found.append(own) or "")
+    spread.spread(["sweep"], 3)
+    assert sorted(own["CUDA_VISIBLE_DEVICES"] for own in found) == ["4", "4", "7"]
+
+
+def test_an_interrupted_seed_goes_on(tmp_path, monkeypatch):
+    lines = []
+    monkeypatch.setattr(seeds, "run_child", lambda line: (lines.append(line) or 1, ""))
+    last = tmp_path / "seed_1/checkpoints/last.ckpt"
+    for _ in range(2):
+        seeds._trained(tmp_path, 1, ["--config=demo"])
+        last.parent.mkdir(parents=True, exist_ok=True)
+        last.touch()
+    assert [f"--ckpt_path={last}" in line for line in lines] == [False, True]

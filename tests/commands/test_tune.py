@@ -86,6 +86,21 @@ def study_with_a_kill(folder, last):
     study(folder, evaluate, trials=7, random=2).run()
 
 
+def test_trials_of_parts_that_were_run_alone_count(tmp_path):
+    """As in an array of jobs, after which the command itself does the rest."""
+    tried = []
+
+    def noted(number, point):
+        tried.append(number)
+        return hill(number, point)
+
+    for place in (1, 2):
+        study(tmp_path, noted, trials=3, random=3).run_part(place, 2)
+    whole = study(tmp_path, noted, trials=3, random=3)
+    whole.run()
+    assert tried == [0, 1, 2] and len(points(whole)) == 3
+
+
 def test_sigkill_loses_no_trial_and_repeats_none_and_the_budget_may_grow(tmp_path):
     assert Forked(study_with_a_kill, tmp_path, 4).wait().returncode == -signal.SIGKILL
     assert (tmp_path / "done").read_text().split() == ["0", "1", "2", "3"]

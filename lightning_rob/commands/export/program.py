@@ -1,5 +1,6 @@
 """`lightning-rob export`: a defense as a program for torch, or as a folder."""
 
+import io
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -75,8 +76,10 @@ def export(
     program, differences = trace(net, inputs), []
 
     def write(draft: Path) -> None:
-        with draft.open("wb") as file:
-            torch.export.save(program, file)
+        # Writing straight to a full disk, torch ends the process.
+        buffer = io.BytesIO()
+        torch.export.save(program, buffer)
+        draft.write_bytes(buffer.getvalue())
         # Checked before the file gets its name, so a wrong program is never there.
         with draft.open("rb") as file:
             loaded = torch.export.load(file).module()

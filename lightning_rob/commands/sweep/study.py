@@ -112,7 +112,8 @@ def planned(config: SweepConfig, callbacks: Sequence[RobustEval], run: Run) -> l
     wanted = over if over in ("steps", "neighbours") else "threat"
     if not any(hasattr(part, wanted) for attack in attacks.values() for part in walk(attack)):
         raise ValueError(f"no attack has {wanted} to sweep over: add callbacks/arc.yaml")
-    names = [CLEAN, *attacks, WORST]
+    whole = [name for one in callbacks if one.target is full_defense for name in one.attacks]
+    names = [*[CLEAN] * bool(whole), *attacks, *[WORST] * (len(whole) > 1)]
     if config.best and config.best not in names:
         raise ValueError(f"choose --best from {', '.join(names)}, got {config.best!r}")
     together: dict[Hashable, list[RobustEval]] = {}

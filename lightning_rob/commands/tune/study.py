@@ -155,6 +155,7 @@ class Study:
     report: Callable[[Trial], None] = lambda _: None
 
     def run(self) -> None:
+        self._collect()
         while proposals := self.next():
             self.add(attempt(self.evaluate, *proposals[0]))
 
@@ -163,6 +164,7 @@ class Study:
 
         `start` has a process each do `run_part`, and returns for each why it failed.
         """
+        self._collect()
         while proposals := self.next(size):
             for proposal, problem in zip(proposals, start(), strict=False):
                 failed = Trial(*proposal, {}, 0.0, error=problem)
@@ -175,6 +177,13 @@ class Study:
             if not any(self._ended_parts(*proposal)):
                 trial = attempt(self.evaluate, *proposal)
                 Record(self._path_of_part(trial.number), self.record.study).add(trial)
+
+    def _collect(self) -> None:
+        """Add the trials that parts have left, which ran with values of their own."""
+        for path in sorted((self.record.path.parent / "trials").glob("*/trial.jsonl")):
+            for key, trial in read_trials(path):
+                if key == self.record.study and trial.number not in self.record.trials:
+                    self.add(trial)
 
     def _path_of_part(self, number: int) -> Path:
         return self.record.path.parent / "trials" / f"{number:04}" / "trial.jsonl"
