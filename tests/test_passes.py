@@ -204,6 +204,7 @@ STEP = at.PGD(LINF, 1, 0.01)
 MEASURED = at.SurrogateGradient(at.FewPixels(L2, bisections=3), enter=("members.0",))
 BUDGETS = {  # name -> attack, number of passes, and the smallest number for it on two networks
     "pgd": (STEP, 41, 4),
+    "inside": (replace(STEP, backward=at.InsideBounds()), 60, 6),
     "restarts": (replace(STEP, restarts=3, keep_best=True), 100, 24),
     "apgd": (at.APGD(LINF), 90, 12),
     "apgd-t": (at.APGD(LINF, targets=9, restarts=2), 500, 2 * (2 + 8 * 5 + 1)),

@@ -8,6 +8,7 @@ from torch import nn
 
 import lightning_rob as rob
 from lightning_rob import ARC, PGD, Ensemble, RandomTransforms, Single, Threat, TransformEnsemble
+from lightning_rob.defenses import Mixture
 from lightning_rob.evaluation.protocol import AttackerDefenderSession
 from lightning_rob.modules import ADP, BAT, DVERGE, GAL, TRS, AdversarialTraining, FreeTraining
 from lightning_rob.nets import AthenaCNN, DANNNet, MNISTNet, ResNet20, SmallCNN
@@ -137,6 +138,11 @@ GAMES = {
     "ARC": (members, ARC(LINF, steps=2, step_size=0.1)),
     "ARC in l2": (members, ARC(Threat("l2", 1.0), steps=2, step_size=0.1)),
     "climb": (members_there, rob.LatticeClimber(LINF, steps=2)),
+    "climb on one network": (single, rob.LatticeClimber(LINF, steps=2)),
+    "climb on a mixture": (
+        lambda: Mixture([single(), members()]),
+        rob.LatticeClimber(LINF, steps=2),
+    ),
     "random member": (members, rob.RandomMember(PLAIN)),
     "one member": (members, rob.OnMember(PLAIN, 0)),
     "folded BatchNorm": (lambda: Single(ResNet20(mean=(0.1,), std=(0.3,))), PLAIN),

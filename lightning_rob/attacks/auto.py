@@ -93,6 +93,7 @@ class Auto(Attack):
     """
 
     made_for: ClassVar[tuple[str, ...]] = get_args(SuiteKind)
+    stops_on_gradient_logits: ClassVar[bool] = True  # in attacks that it makes
     threat: Threat
     passes: int = 1000
     results: list[AutoResult] | None = field(default=None, init=False, repr=False, compare=False)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rob.attacks.active_set import ActiveBatch, derived, positions
-from lightning_rob.attacks.apgd import APGD
+from lightning_rob.attacks.apgd import APGD, may_leave
 from lightning_rob.attacks.base import Attack, check_norm
 from lightning_rob.attacks.budget import PassCount, shared
 from lightning_rob.attacks.execution import Work, run_in_chunks
@@ -154,7 +154,8 @@ class AutoAttack(Attack):
         self, work: Work, target: Defense, left: ActiveBatch, x: Tensor, noise: Generator
     ) -> Tensor:
         """Work on `batch_size` of the images [b, C, H, W] at a time, all of them still right."""
-        size = self.batch_size or images_at_once(x, target)
+        whole = not may_leave(target)  # where images belong together
+        size = self.batch_size or (len(x) if whole else images_at_once(x, target))
         with restricted_to(target, left.index):
             return run_in_chunks(work, size, target, x, left.y, noise)
 

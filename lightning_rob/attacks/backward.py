@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -193,12 +193,20 @@ def replaced(forwards: Mapping[nn.Module, Forward]) -> Iterator[None]:
 class Backward(ABC):
     """Another backward pass for a defense while an attack runs; its predictions stay the same."""
 
+    more_passes: ClassVar[int] = 0  # that each gradient costs
+
     @abstractmethod
     def __call__(self, defense: Defense) -> AbstractContextManager[None]:
         """Return the context in which the defense has this backward pass."""
 
 
 Backwards = Backward | Sequence[Backward] | None
+
+
+def passes_of(backward: Backwards) -> int:
+    """Return the passes that one backward or several add to each gradient."""
+    chosen = backward if isinstance(backward, Sequence) else [backward]
+    return sum(each.more_passes for each in filter(None, chosen))
 
 
 @contextmanager
@@ -391,6 +399,7 @@ class InsideBounds(Backward):
         bounds: smallest and largest value of a pixel, those of the threat.
     """
 
+    more_passes: ClassVar[int] = 1
     hair: float = 1e-4
     bounds: tuple[float, float] = (0.0, 1.0)
 

@@ -140,7 +140,7 @@ class Attack(Counted, ABC):
         streams = nullcontext() if generator is None else own_streams(seed_of(generator), x.device)
         with torch.inference_mode(False), streams:
             # Copies, for a network or a user's attack may write to them.
-            x, y = x.detach().clone(), y.clone()
+            x, y = x.detach().clone(), y.clone().long()
             if not len(x):
                 return x
             copied, backward, again = own_copy(defense), None, False

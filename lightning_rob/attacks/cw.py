@@ -115,6 +115,7 @@ class CW(Attack):
     """
 
     smallest_norm: ClassVar[bool] = True
+    stops_on_gradient_logits: ClassVar[bool] = True  # they decide what succeeds
     threat: Threat
     steps: int = 100
     step_size: float = 0.01

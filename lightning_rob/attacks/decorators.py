@@ -11,7 +11,13 @@ from torch import Tensor
 from torch._functorch import config as functorch_config
 
 from lightning_rob.attacks.active_set import derived, positions, rows_of
-from lightning_rob.attacks.backward import Backward, Forward, entered, other_forward
+from lightning_rob.attacks.backward import (
+    Backward,
+    Forward,
+    entered,
+    other_forward,
+    passes_of,
+)
 from lightning_rob.attacks.base import Attack, is_batch_separable
 from lightning_rob.attacks.budget import PassCount
 from lightning_rob.attacks.execution import run_in_chunks
@@ -56,6 +62,10 @@ class WithBackward(AttackDecorator):
     def __post_init__(self) -> None:
         if isinstance(self.backward, Sequence):
             object.__setattr__(self, "backward", tuple(self.backward))
+
+    def cost(self, count: PassCount) -> int:
+        passes = self.attack.cost(count)  # at most half of them are gradients
+        return passes + -(-passes // 2) * passes_of(self.backward)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         with entered(self.backward, defense):

@@ -111,7 +111,7 @@ class LatticeClimber(Attack):
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
-        weights, order = defense.weights, member_order(defense.weights)
+        weights, order = defense.weights.to(x.device), member_order(defense.weights)
         rows, logits = torch.arange(len(x), device=x.device), _logits(defense, x)
         check_logits(logits, y)
         fooled = logits.argmax(-1) != y
@@ -179,7 +179,7 @@ class LatticeClimber(Attack):
                     gaps.append(gap.detach().masked_fill(~of_images, -torch.inf))
                 fooled.append(logits.argmax(-1) != y[rows])
             found = torch.stack(fooled)
-            climb.take(rows, z.detach(), found, defense.weights)
+            climb.take(rows, z.detach(), found, defense.weights.to(x.device))
             left = (wanted & ~found).any(0)
             if last or not left.any():
                 break

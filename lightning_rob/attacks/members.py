@@ -55,7 +55,8 @@ class RandomMember(AttackDecorator):
             rows = (drawn == i).nonzero()[:, 0]
             if len(rows):
                 noise = rows_of(generator, rows)
-                x_adv[rows] = attack.perturb(defense, x[rows], y[rows], noise)
+                with restricted_to(defense, rows):
+                    x_adv[rows] = attack.perturb(defense, x[rows], y[rows], noise)
         return x_adv
 
 

@@ -55,8 +55,7 @@ class MinimalNorm(AttackDecorator):
         x_adv, y, eps = x.clone(), y.long(), self.threat.eps
         if not eps:
             return x_adv
-        unit = self.attack.rescaled(1.0)  # its lengths become shares of each radius
-        old = unit.threat
+        old = self.threat
         everyone = Search(positions(x), x, y, derived(generator, 0), *x.new_zeros((2, len(x))))
         run = everyone.select(~_is_fooled(defense, x, everyone))
         run.high = run.high + eps
@@ -65,8 +64,10 @@ class MinimalNorm(AttackDecorator):
                 break
             radius = (run.low + run.high) / 2 if number else run.high
             noise = derived(run.generator, number + 1)
-            threat = ThreatPerImage(old.norm, old.eps, old.bounds, old.relative, radii=radius)
-            within: Attack = replace(unit, threat=threat)  # type: ignore[type-var]
+            # All lengths of the attack become as much shorter as the radius.
+            shares = radius / eps
+            threat = ThreatPerImage(old.norm, eps, old.bounds, old.relative, radii=shares)
+            within: Attack = replace(self.attack, threat=threat)  # type: ignore[type-var]
             found = within.perturb(defense, run.x, run.y, noise)
             fooled = _is_fooled(defense, found, run)
             distance = self.threat.distance(found, run.x).masked_fill(~fooled, torch.inf)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_rob.attacks.active_set import ActiveBatch, positions
-from lightning_rob.attacks.backward import Backward, entered
+from lightning_rob.attacks.backward import Backward, entered, passes_of
 from lightning_rob.attacks.base import Attack, set_step_size
 from lightning_rob.attacks.budget import PassCount
 from lightning_rob.attacks.gradient import ObjectiveGradient
@@ -86,7 +86,8 @@ class PGD(Attack):
 
     def cost(self, count: PassCount) -> int:
         clean, last = self.keep_best and self.random_start, self.keep_best or self.restarts > 1
-        return count.drawn(self.draws) * self.restarts * (2 * self.steps + clean + last)
+        step = 2 + passes_of(self.backward)
+        return count.drawn(self.draws) * self.restarts * (step * self.steps + clean + last)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         if self.early_stop:

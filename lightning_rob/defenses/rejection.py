@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rob.defenses.base import Defense
+from lightning_rob.defenses.network import network_logits
 from lightning_rob.defenses.per_image import PerImageValues
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import abstains, mean_probs, rejected_share
@@ -170,5 +171,5 @@ class _OfAcceptedClasses(nn.Module):
         self.seen = seen
 
     def forward(self, x: Tensor) -> Tensor:
-        logits = torch.as_tensor(self.net(x))
+        logits = network_logits(self.net, x)
         return self.seen(logits[None], logits.new_ones(1))[0]

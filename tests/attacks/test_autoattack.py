@@ -5,8 +5,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightning_rob.attacks import APGD, ARC, FAB, AutoAttack, Square, attacking
-from lightning_rob.defenses import Ensemble, Single
+from lightning_rob.attacks import (
+    APGD,
+    ARC,
+    FAB,
+    AutoAttack,
+    Square,
+    ThroughAdaptation,
+    attacking,
+    autoattack,
+)
+from lightning_rob.defenses import DENT, Ensemble, Single
+from lightning_rob.nets import SmallCNN
 from lightning_rob.objectives import expected_dlr
 from lightning_rob.randomness import Streams
 from lightning_rob.rules import majority, random_member
@@ -152,3 +162,15 @@ def test_random_defense(single):
     assert_inside(LINF, x_adv, x)
     assert not torch.equal(x_adv, x)
     assert torch.equal(attack(defense, x, y, Streams.from_index(torch.arange(4))), x_adv)
+
+
+def test_images_that_belong_together_are_not_cut(monkeypatch):
+    """Whatever the number of threads, by which batches are cut elsewhere."""
+    torch.manual_seed(0)
+    x, y = torch.rand(8, 3, 8, 8), torch.arange(8) % 4
+    defense, found = DENT(SmallCNN(4, 3, 4), steps=1), []
+    attack = ThroughAdaptation(AutoAttack(LINF, "custom", ("apgd-ce",), passes=40))
+    for most in (3, 8):
+        monkeypatch.setattr(autoattack, "images_at_once", lambda *_, most=most: most)
+        found.append(attack(defense, x, y, seeded()))
+    assert torch.equal(*found)

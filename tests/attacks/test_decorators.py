@@ -10,9 +10,11 @@ from torch import nn
 
 from lightning_rob.attacks import (
     ARC,
+    CW,
     GMSA,
     PGD,
     Accelerated,
+    Auto,
     Chunked,
     PartialBatchAttack,
     Quantized8Bit,
@@ -188,8 +190,9 @@ def test_every_image_is_of_255ths_and_in_the_ball(norm, eps, seed):
 
 
 def test_rounded_logits_do_not_decide_which_images_leave():
-    with pytest.raises(ValueError, match="leave out early_stop or autocast"):
-        Accelerated(PGD(LINF, 1, 0.1, early_stop=True), autocast="bfloat16")
+    for attack in (PGD(LINF, 1, 0.1, early_stop=True), CW(Threat("l2", 1.0)), Auto(LINF)):
+        with pytest.raises(ValueError, match="leave out early_stop or autocast"):
+            Accelerated(attack, autocast="bfloat16")
 
 
 def test_little_of_the_perturbation_is_lost():

@@ -17,6 +17,8 @@ from lightning_rob.attacks import (
     PGD,
     AutoAttack,
     DeepFool,
+    LatticeClimber,
+    OnMember,
     PartialBatchAttack,
     RandomMember,
     Square,
@@ -32,6 +34,7 @@ from lightning_rob.objectives import expected_margin
 from lightning_rob.randomness import Streams
 from lightning_rob.rules import abstaining, mean_probs
 from lightning_rob.threat import Threat
+from tests.attacks.common import seeded, trained_net
 from tests.counting import Counting
 
 CLASSES, EPS = 4, 0.15
@@ -298,3 +301,21 @@ def test_square_inside_an_attack_on_whole_batches():
     again = Streams.from_index(torch.arange(20), 0)
     assert torch.equal(Square(LINF, 50).perturb(seen, x, y, again), apart)
     assert 0 < (defense(apart).argmax(1) == y).float().mean() < 1
+
+
+class Named(nn.Module):
+    """A network that returns its logits by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = trained_net(1)
+
+    def forward(self, x):
+        return {"logits": self.net(x)}
+
+
+def test_members_that_return_logits_by_name_may_reject():
+    x, y = torch.rand(6, 1, 6, 6), torch.arange(6) % 3
+    defense = Ensemble([Named(), Named()], rejects=3)
+    for attack in (ARC(LINF, 2, 0.1), OnMember(PGD(LINF, 2, 0.1), 0), LatticeClimber(LINF, 2)):
+        assert attack(defense, x, y, seeded()).shape == x.shape

@@ -13,6 +13,7 @@ from lightning_rob.threat import Threat, ThreatPerImage
 from tests.attacks.common import Recording, images, plane, right, seeded, streams, trained_net
 
 LINF, L2, FREE = Threat("linf", 0.4), Threat("l2", 1.0), Threat("l2", 100)
+RADII = {"linf": 0.13, "l2": 0.65, "l1": 2.0}  # at which a part of the images stands
 INSIDE = {
     "pgd": PGD(LINF, 10, 0.1),
     "pgd-l2": PGD(L2, 30, 0.2, early_stop=True),
@@ -95,10 +96,10 @@ def test_finds_the_distance_of_a_hyperplane(attack, gain, share, length):
 
 
 # the search of a radius at which the attack inside succeeds
-@pytest.mark.parametrize("attack", INSIDE.values(), ids=INSIDE.keys())
+@pytest.mark.parametrize("attack", [*INSIDE.values(), PGD(Threat("l1", 12), 20, 3.0)])
 def test_within_eps_it_is_the_attack_inside(attack):
     """One radius: the images of the attack itself, from the noise of that radius."""
-    attack = replace(attack, steps=4).rescaled(0.13 if attack.threat.norm == "linf" else 0.65)
+    attack = replace(attack, steps=4).rescaled(RADII[attack.threat.norm])
     defense, (x, y) = Single(trained_net(1).double()), images(40, seed=5)
     x = x.double()
     correct = right(defense, x, y) > 0
