@@ -85,7 +85,9 @@ class Images(ImageData):
         if not self.has_val_folder:
             return super().hold_out(count)
         first = count - len(self._folder("val"))  # `source` puts them last
-        return torch.arange(first), first + self.test_order(count - first)
+        # Files are sorted by class, and `limit_train` takes the first ones.
+        train = torch.randperm(first, generator=self.split_generator(2))
+        return train, first + self.test_order(count - first)
 
     def test_order(self, count: int) -> Tensor:
         # Files are sorted by class, and an evaluation may stop early.

@@ -39,6 +39,9 @@ def test_image_folders(tmp_path, parts):
     assert min(data.parts["val"].indices) >= (24 if apart else 0)
     _, y, index = next(iter(data.test_dataloader()))
     assert set(index.tolist()) != set(range(4)) and torch.equal(y, index // 12)
+    few = Images(str(root), resize=20, crop=16, val_size=3, limit_train=12)
+    few.setup()
+    assert {few.parts["train"][i][1] for i in range(12)} == {0, 1}  # not the first class alone
 
 
 def test_imagenet_images_reach_resnet18_as_torchvision_prepares_them(tmp_path):
