@@ -74,7 +74,7 @@ def main():
     data.prepare_data()
     data.setup("test")
     samples = data.parts["test"]
-    every = len(samples) // options.images if photographs else 1  # files are sorted by class
+    every = len(samples) // options.images if photographs else 1
     chosen = [samples[every * i] for i in range(options.images)]
     x, y = torch.stack([one[0] for one in chosen]), torch.tensor([one[1] for one in chosen])
     trainings = []

@@ -11,6 +11,7 @@ once, gpu.md and gpu.json. `--emulate` runs `speed` on the tests' emulator of a 
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -31,7 +32,7 @@ from lightning_rob.nets import ResNet20, SmallCNN, WideResNet
 from lightning_rob.transforms import Affine, GaussianNoise, HorizontalFlip
 from tests.fakedev import emulated
 
-SUITE = [f"tests/{n}.py" for n in ("test_memory", "attacks/test_waits", "attacks/test_decorators")]
+ON_DEVICE = {"LIGHTNING_ROB_DEVICE": "cuda:0"} if torch.cuda.is_available() else {}
 NEAR = Threat("linf", 2 / 255)  # of the nets of `speed`, which are hardly robust
 NETS = {"ResNet-20": ResNet20, "WRN-28-10": lambda: WideResNet(28, 10)}
 VARIANTS = {"plain": {}, "bf16": {"autocast": "bfloat16"}, "compile": {"compile": True}}
@@ -97,7 +98,8 @@ class Leg:
 def called(leg, module, *options):
     """Run a module for as long as the leg lasts; return its row, or None if that was too short."""
     began, line = time.monotonic(), (sys.executable, "-m", module, *options)
-    process = Popen(line, cwd=Path(__file__).parents[1], stdout=PIPE, stderr=STDOUT, text=True)
+    where = {"cwd": Path(__file__).parents[1], "env": os.environ | ON_DEVICE}
+    process = Popen(line, stdout=PIPE, stderr=STDOUT, text=True, **where)
     try:
         text, _ = process.communicate(timeout=max(1, leg.left()))
     except TimeoutExpired:
@@ -110,8 +112,8 @@ def called(leg, module, *options):
 
 
 def suite(leg, _):
-    marks = ("-q", "-p", "no:cacheprovider", "-m", "slow or not slow", "-k", "gpu or cuda")
-    leg.measure("suite", "tests for a GPU", lambda: called(leg, "pytest", *marks, *SUITE))
+    tests = ("-q", "-p", "no:cacheprovider", "tests/test_placement.py")
+    leg.measure("suite", "tests on the device", lambda: called(leg, "pytest", *tests))
 
 
 def speed(leg, options):
@@ -121,7 +123,7 @@ def speed(leg, options):
         nets, sizes, scale = {"SmallCNN": lambda: SmallCNN(channels=3)}, (8,), 10
     attacks = {
         "PGD-20": ("single", PGD(NEAR, 20 // scale, 0.5 / 255, random_start=False)),
-        "APGD-100": ("single", APGD(NEAR, 100 // scale, early_stop=False)),
+        "APGD-100": ("single", APGD(NEAR, 100 // scale)),
         "AutoAttack": ("single", AutoAttack(NEAR, passes=280 if few else None)),
         "ARC": ("ensemble", ARC(NEAR, 20 // scale, NEAR.eps, 4)),
         "climb": ("ensemble", LatticeClimber(NEAR, 40 // scale)),
@@ -232,13 +234,14 @@ def main():
     parts = {part.__name__: part for part in (suite, speed, training, bat)}
     parser = argparse.ArgumentParser()
     parser.add_argument("--minutes", type=float, default=9)
-    parser.add_argument("--folder", type=Path, default=Path("logs/gpu"))
+    parser.add_argument("--folder", type=Path, help="else logs/gpu, of a rehearsal another one")
     parser.add_argument("--data", default="cifar10", help="CIFAR-10 as image files")
     parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--emulate", action="store_true", help="speed on an emulated device")
     options = parser.parse_args()
-    leg = Leg(options.folder, options.minutes)
+    rehearsal = "_small" * options.small + "_emulated" * options.emulate
+    leg = Leg(options.folder or Path(f"logs/gpu{rehearsal}"), options.minutes)
     for name in ["speed"] if options.emulate else options.parts:
         parts[name](leg, options)
     print(leg.tables())

@@ -117,6 +117,7 @@ def measured(attack, net, threat, x, y):
     counted.handle.remove()
     with torch.no_grad():
         fooled = (net(x_adv).argmax(1) != y) & x_adv.isfinite().flatten(1).all(1)
+    fooled &= x_adv.flatten(1).amax(1) > 0  # foolbox returns black images where it finds none
     fooled &= (x_adv.flatten(1).amin(1) >= -1e-6) & (x_adv.flatten(1).amax(1) <= 1 + 1e-6)
     size = torch.where(fooled, threat.size(x_adv - x), torch.inf)
     return size, sum(counted.passes.values()) / len(x), seconds

@@ -62,13 +62,14 @@ def share_right(defense, x, y):
 def rounds(defense, attack, sequence, played, held_out, options):
     """Return the accuracies after each round, in the order of COLUMNS."""
     keys = (0, sequence, *options.attack.encode())  # as RobustEval has them, sequence for repeat
-    match = AttackerDefenderSession(attack, defense, *keys)
+    private = (0, sequence)
+    match = AttackerDefenderSession(attack, defense, *keys, private=private)
     clean, attacked, labels = held_out
     for number, (x, y, index) in enumerate(zip(*(t.split(1) for t in played), strict=True)):
         row = [float(robust_accuracy(match.step(x, y, index)[1][0], y)), math.nan]
         state = match.defenders[0][0].eval()
         if sequence == 0:
-            alone = AttackerDefenderSession(attack, defense, *keys)
+            alone = AttackerDefenderSession(attack, defense, *keys, private=private)
             row[1] = float(robust_accuracy(alone.step(x, y, index)[1][0], y))
         row += [share_right(state, clean, labels), share_right(state, attacked, labels)]
         few = [(number * options.adapted + i) % len(labels) for i in range(options.adapted)]

@@ -4,8 +4,11 @@ Inside `emulated()` the device "meta" holds tensors with values. As on a GPU, an
 tensor there and one on the CPU is refused, numbers of dimension 0, indices and copies excepted, and
 so is a generator of the CPU for a tensor there. Kernels, rounding, memory and generators of the
 device's own (those of AutoAttack) are not emulated.
+
+With LIGHTNING_ROB_DEVICE=cuda:0 the same tests run on that device.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -16,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-DEVICE = torch.device("meta")
+DEVICE = torch.device(os.environ.get("LIGHTNING_ROB_DEVICE", "meta"))
 COPIES = {"aten::_to_copy", "aten::copy_", "aten::_copy_from", "aten::copy"}
 INDEXED = {f"aten::{name}" for name in ("index", "index_put", "index_put_", "_index_put_impl_")}
 INDEXED |= {"aten::_unsafe_index", "aten::_unsafe_index_put"}
@@ -133,6 +136,9 @@ def _check(name: str, args: Any, leaves: list[Any], there: list[There], kwargs: 
 @contextmanager
 def emulated() -> Iterator[torch.device]:
     """The device, for as long as the context lasts; modules and tensors get there by `to`."""
+    if DEVICE.type != "meta":
+        yield DEVICE
+        return
     made, made_like = torch.tensor, Tensor.new_tensor
 
     def tensor(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
