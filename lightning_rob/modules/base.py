@@ -115,7 +115,9 @@ class RobustModule(LightningModule, ABC):
         self.noise = Streams.from_index(index, self.seed, self.current_epoch)
         loss = self.loss(x, y)
         # The mean of all processes, for a schedule may follow it.
-        self.log("train/loss", loss, False, on_epoch=True, sync_dist=True, batch_size=len(x))
+        self.log(
+            "train/loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(x)
+        )
         return loss
 
     def on_validation_epoch_start(self) -> None:
