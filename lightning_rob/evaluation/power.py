@@ -80,7 +80,7 @@ class Power:
         """Return the outcome of the sums of `counted`; `why` says why nothing was tested."""
         (n, left_out, total, lucky), *more = counts.tolist()
         inverted = cls.of(counts[1:]) if more else None
-        n, left_out = int(n), int(left_out)
+        n, left_out = round(n), round(left_out)
         if not n:
             none = "no readout separates a planted image from the inner points"
             return cls(math.nan, (0.0, 1.0), math.nan, None, 0, left_out, why or none, inverted)

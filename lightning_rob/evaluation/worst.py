@@ -121,7 +121,9 @@ def _by_halves(parts: list[Tensor], joint: bool) -> tuple[Tensor, str]:
 
 def draws_noise(defense: Defense, x: Tensor, index: Tensor) -> bool:
     """Return whether a defense of one network, which declares no noise, predicts at random."""
-    return suite_kind(defense) == "single" and is_random(working_copy(defense), x, index)
+    return suite_kind(defense) == "single" and is_random(
+        working_copy(defense), x, index.to(x.device)
+    )
 
 
 def is_random(defense: Defense, x: Tensor, index: Tensor) -> bool:

@@ -230,6 +230,7 @@ class RobustModule(LightningModule, ABC):
                 callbacks: Any = self.trainer.callbacks  # type: ignore[attr-defined]
                 measuring = [c for c in callbacks if hasattr(c, "measures")]
                 name = monitor.removeprefix("val/robust/")
-                every = [one.every_n_epochs for one in measuring if one.measures(name)]
+                measuring = [c for c in measuring if c.measures(name)] or measuring
+                every = [one.every_n_epochs for one in measuring]
                 config["frequency"] = math.lcm(self.trainer.check_val_every_n_epoch or 1, *every)
         return {"optimizer": optimizer, "lr_scheduler": config}

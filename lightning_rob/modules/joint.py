@@ -51,7 +51,7 @@ def cosines(gradients: Tensor) -> Tensor:
     # entry to 1.
     largest = gradients.detach().abs().amax(-1, keepdim=True)
     # A gradient of exactly zero has no direction, and is a constant: its slope would be infinite.
-    scaled = torch.where(largest > 0, gradients / largest.where(largest > 0, 1.0), 0.0)
+    scaled = torch.where(largest == 0, 0.0, gradients / largest.where(largest != 0, 1.0))
     directions = nn.functional.normalize(scaled, dim=-1)
     a, b = torch.triu_indices(len(gradients), len(gradients), offset=1)
     return (directions[a] * directions[b]).sum(-1)
