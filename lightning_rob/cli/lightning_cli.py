@@ -106,7 +106,13 @@ def build(kind: type, spec: Any) -> Any:
 def without_secrets(recipe: str) -> str:
     """Return a recipe without the keys of loggers, which come from the environment again."""
     name = r"\w*(?:api_?key|api_?token|password|secret)\w*"
-    return re.sub(rf"^( +{name}): .*$", r"\1: null", recipe, flags=re.M)
+    # The lines of the logger are those that are indented further, or begin an entry of its list.
+    return re.sub(
+        r"^  logger:.*\n(?:(?:   +|  -).*\n)*",
+        lambda part: re.sub(rf"^([ -]+{name}): .*$", r"\1: null", part[0], flags=re.M),
+        recipe,
+        flags=re.M,
+    )
 
 
 class SaveRecipe(SaveConfigCallback):
@@ -283,7 +289,7 @@ class RobustCLI(LightningCLI):
             raise InputError("--fail_under judges a test: add --test_after_fit=true")
         # Before a logger makes the run's folder.
         if isinstance(self.model, RobustModule):
-            self.model.check_trainer(self.trainer)
+            self.model.check_fit(self.trainer)
 
     def before_validate(self) -> None:
         if not self.config.get("ckpt_path"):

@@ -69,8 +69,7 @@ def fit_seeds(args: Sequence[str]) -> None:
     ]
     # Other options or another recipe are another experiment: its trainings must not count as done.
     values = [arg.partition("=")[2] for arg in rest]
-    # Longer than any name is a mapping.
-    files = [path for value in values if len(value) < 256 and (path := Path(value)).is_file()]
+    files = [Path(value) for value in values if _is_file(value)]
     known = json.dumps([rest, [path.read_text("utf-8", "replace") for path in files]])
     digest = hashlib.sha256(known.encode()).hexdigest()[:8]
     folder = Path("logs") / "_".join([*recipes, "seeds", digest])
@@ -82,6 +81,13 @@ def fit_seeds(args: Sequence[str]) -> None:
         _summarize(folder, config.numbers)
     if failed:
         raise Fault(f"seeds {', '.join(map(str, failed))} failed; the same command goes on")
+
+
+def _is_file(value: str) -> bool:
+    try:
+        return Path(value).is_file()
+    except OSError:  # longer than any name
+        return False
 
 
 def _trained(folder: Path, seed: int, rest: Sequence[str]) -> bool:

@@ -92,14 +92,18 @@ class RobustModule(LightningModule, ABC):
     def check_trainer(self, trainer: Trainer) -> None:
         """Raise MisconfigurationException if an option of the trainer does not fit this module."""
 
-    def on_fit_start(self) -> None:
-        callbacks: Any = self.trainer.callbacks  # type: ignore[attr-defined]
+    def check_fit(self, trainer: Trainer) -> None:
+        """Raise MisconfigurationException where a fit by this trainer would lose weights."""
+        callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
         if self.keeps_best and any(isinstance(one, WeightAveraging) for one in callbacks):
             raise MisconfigurationException(
                 f"{type(self).__name__} keeps the best epoch of each member, and WeightAveraging "
                 "would save the last average of all: leave it out"
             )
-        self.check_trainer(self.trainer)
+        self.check_trainer(trainer)
+
+    def on_fit_start(self) -> None:
+        self.check_fit(self.trainer)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.train_on(self.indexed(batch, batch_idx), batch_idx)

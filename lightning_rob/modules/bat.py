@@ -59,19 +59,18 @@ class SequentialTraining(RobustModule):
         if len(self.epochs) != members or min(self.epochs, default=0) < 0 or sum(self.epochs) < 1:
             raise ValueError(f"epochs must be a count for each of {members} members, got {epochs}")
         self.probs = sampling_probabilities(probs, members)
-        if not self.probs[0] > 0:
-            raise ValueError(
-                f"probs[0] must be above 0: the first member begins alone, got {probs}"
-            )
         self.members = new_members(net, members, checkpoints)
         last = max(i for i, count in enumerate(self.epochs) if count)
+        first = next(i for i, count in enumerate(self.epochs) if count)
+        if not self.probs[: first + 1].sum() > 0:
+            raise ValueError(f"the members that training begins with have no probability: {probs}")
         loaded = checkpoints or [None] * members
         if random := [i for i in range(last) if not (self.epochs[i] or loaded[i])]:
             raise ValueError(
                 f"members {random} (counted from 0) have 0 epochs and no checkpoint: "
                 "they would keep random weights"
             )
-        self.attack = attack
+        self.attack, self.checkpoints = attack, loaded
         self.monitor = monitor
         self.best: dict[str, Any] = {"value": None, "weights": {}}
         self.stage = self._stage_at(0)
@@ -205,12 +204,6 @@ class BARRE(SequentialTraining):
         **options: Any,
     ) -> None:
         at_least(1, search_every=search_every, search_images=search_images, search_from=search_from)
-        later = (options.get("checkpoints") or [])[1:]
-        counts = [epochs] * len(later) if isinstance(epochs, int) else epochs[1:]
-        if unread := [path for path, n in zip(later, counts, strict=False) if path and n]:
-            raise ValueError(
-                f"BARRE trains a member from the weights of the one before: leave out {unread}"
-            )
         super().__init__(net, attack, epochs, **options)
         if self.stage:  # the members before it keep the weights of their checkpoints
             self._start_from_the_one_before()
@@ -220,6 +213,14 @@ class BARRE(SequentialTraining):
 
     def attack_target(self) -> Defense:
         return self.first_members(self.stage + 1)
+
+    def check_trainer(self, trainer: Trainer) -> None:
+        super().check_trainer(trainer)
+        pairs = zip(self.checkpoints[1:], self.epochs[1:], strict=True)
+        if unread := [path for path, count in pairs if path and count]:
+            raise MisconfigurationException(
+                f"BARRE trains a member from the weights of the one before: leave out {unread}"
+            )
 
     def on_fit_start(self) -> None:
         super().on_fit_start()

@@ -150,7 +150,10 @@ def test_null_reaches_the_parts_of_parts():
 
 def test_keys_of_loggers_are_in_no_file():
     recipe = "trainer:\n  logger:\n    init_args:\n      api_key: abc\n      name: x\n"
+    recipe += "  max_epochs: 1\nmodel:\n  init_args:\n    secret_size: 8\n"
     assert without_secrets(recipe) == recipe.replace("abc", "null")
+    several = "trainer:\n  logger:\n  - init_args:\n      api_key: abc\n  - api_key: abc\n"
+    assert without_secrets(several) == several.replace("abc", "null")
 
 
 def test_limits_without_a_test_are_refused(tmp_path, capsys):
