@@ -28,7 +28,7 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # an objective, or any such f
 Reduction = Literal["mean", "min"]
 DLR_GUARD = 1e-12  # added to divisors, as in the authors' code
 MOST_SPREAD, VOTE_SPREAD = 8.0, 4.0  # of the three largest logits of a member
-TIE = 0.5  # votes that the first choice of the first member is worth where ties are common
+TIE = 0.5  # of a vote, for the first choice of the first member, where ties are common
 PRECISE = 1e-30  # below it values and gradients lose digits in single precision, and end at zero
 
 
@@ -290,9 +290,10 @@ def smoothed_votes(logits: Tensor, weights: Tensor, votes: int = 1) -> Tensor:
     # As tensors: to ask for the weights here would make a GPU wait at every step.
     drawn = (weights > 0).to(scores)
     ties = TIE if votes == 2 else TIE * (drawn.sum() == 2)
-    first = expectation(drawn * (drawn.cumsum(0) == 1), scores)
+    decides = drawn * (drawn.cumsum(0) == 1)
+    first = expectation(decides, scores)
     lead = VOTE_SPREAD * (first - first.amax(-1, keepdim=True))
-    return counts + ties * lead.exp()
+    return counts + ties * (weights * decides).sum() * lead.exp()
 
 
 @Objective

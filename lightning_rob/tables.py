@@ -22,6 +22,11 @@ STYLE: dict[str, Any] = {
 }
 
 
+def literal(text: object) -> str:
+    """Return a name as Rich prints it unchanged: brackets are no markup, for any terminal."""
+    return escape(visible(str(text)))
+
+
 def print_table(title: str, results: Iterable[Any], console: Console | None = None) -> None:
     """Print a table of `Result`s; columns with the same content in all rows are left out.
 
@@ -56,12 +61,12 @@ def print_table(title: str, results: Iterable[Any], console: Console | None = No
             name, justify="left" if left else "right", no_wrap=least is not None, min_width=least
         )
     for row in rows:
-        cells = {**row, "attack": escape(visible(row["attack"]))}  # a name may have brackets
+        cells = {**row, "attack": literal(row["attack"])}
         table.add_row(*(cells[name] for name in kept))
     console.print(table)
     for result in last.values():
         if power := result.details.get("power"):
-            line = f"power   {escape(result.name)} {escape(power['text'])}"
+            line = f"power   {literal(result.name)} {escape(power['text'])}"
             console.print(line, highlight=False)
     found = [one for result in last.values() for one in result.details.get("findings", ())]
     for line in finding_lines({one["text"]: one for one in found}.values()):
@@ -165,7 +170,8 @@ def print_votes(
         table.add_column(heading, justify="right")
     for (name, ensemble), found in rows.items():
         distance = found[0]["dissimilarity"]
-        cells = [name, *([ensemble] if several else []), str(found[0]["members"])]
+        cells = [literal(name), *([literal(ensemble)] if several else [])]
+        cells.append(str(found[0]["members"]))
         cells.append("" if name == CLEAN or distance is None else f"{distance:.3f}")
         by_rule = {}
         for result in found:
@@ -188,18 +194,19 @@ def print_members(title: str, results: Sequence[Mapping[str, Any]]) -> None:
     if unequal:
         table.add_column("probability", justify="right")
     for result in results:
-        table.add_column(result["name"], justify="right")
+        table.add_column(literal(result["name"]), justify="right")
     for i, share in enumerate(probs):
         own = [(result["matrix"][i][i], *result["intervals"][i][i]) for result in results]
         cells = [f"{acc:.1%}\n{100 * low:.1f} … {100 * high:.1f}" for acc, low, high in own]
         shares = [f"{share:.3g}"] if unequal else []
-        table.add_row(results[0]["names"][i], *shares, *cells)
+        table.add_row(literal(results[0]["names"][i]), *shares, *cells)
     console = Console()
     console.print(table)
     for result in results:
         if len(result.get("ranking", ())) > 1:
             names = [result["names"][i] for i in result["ranking"]]
-            console.print(f"{result['name']} transfers best from: {', '.join(names)}")
+            line = f"{result['name']} transfers best from: {', '.join(names)}"
+            console.print(literal(line))
 
 
 def table_text(title: str, results: Iterable[Any], width: int = 120) -> str:

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from lightning_rob import objectives as ob
+from lightning_rob.rules import top2_majority
 
 CROSS_ENTROPIES = [ob.expected_ce, ob.worst_ce, ob.ce_of_mean_probs, ob.ce_of_mean_logits]
 OF_VOTES = [ob.ce_of_votes, ob.margin_of_votes, ob.margin_of_two_votes]
@@ -45,7 +46,7 @@ def reference(objective, logits, weights, y):
         odds = [math.exp(row[c] - bar) for row, bar in zip(logits, bars, strict=True)]
         return sum(w * odd / (1 + odd) for w, odd in zip(weights, odds, strict=True))
 
-    ties = {c: 0.5 * math.exp(z - max(logits[0])) for c, z in enumerate(logits[0])}
+    ties = {c: weights[0] / 2 * math.exp(z - max(logits[0])) for c, z in enumerate(logits[0])}
     one = {c: votes(1, c) + (tie if s == 2 else 0) for c, tie in ties.items()}
     two = {c: tie + (votes(2, c) if k > 2 else 0) for c, tie in ties.items()}
     return {
@@ -163,6 +164,13 @@ def test_a_small_objective_is_continued_by_its_logarithm(objective):
     assert not torch.autograd.grad(objective(single, weights, y)[1], single)[0].any()
     ob.climbed(objective, single, weights, y)[1].backward()
     torch.testing.assert_close(single.grad[:, 1].double(), scaled, rtol=1e-4, atol=0)
+
+
+def test_the_first_choice_that_decides_a_tie_outweighs_no_vote():
+    """Class 1 has a vote of all three draws, class 0 of two of them and the first choice of one."""
+    logits = torch.tensor([[9.0, 8, -9, -8], [8, 9, -9, -8], [-9, 9, 8, -8]])[:, None]
+    margin = ob.margin_of_two_votes(logits, torch.full((3,), 1 / 3), torch.tensor([0]))
+    assert top2_majority(logits, torch.full((3,), 1 / 3)).argmax() == 1 and margin > 0
 
 
 def test_boosted_cross_entropy():

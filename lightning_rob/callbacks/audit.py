@@ -78,7 +78,9 @@ class RobustAudit(EvaluationCallback):
         defense = self.defense_of(pl_module)
         random = any(draws_noise(defense, x, index) for x, _, index in images.first(TRIED))
         if any(gather(trainer, random)):
-            self._begin(trainer, pl_module, random=True)
+            images.attacks = len(self._begin(trainer, pl_module, random=True).suite.attacks)
+            if self.progress:
+                self.progress.expect(images.total)
 
     def _begin(self, trainer: Trainer, pl_module: Any, random: bool = False) -> AuditTarget:
         self.target = target = AuditTarget(

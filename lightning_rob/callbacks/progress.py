@@ -15,6 +15,10 @@ class AttackProgress:
         self.bar: Any = getattr(bar, "progress", None) if isinstance(bar, RichProgressBar) else None
         self.task = self.bar and self.bar.add_task("Attacking", total=total)
 
+    def expect(self, total: int | None) -> None:
+        if self.bar:
+            self.bar.update(self.task, total=total)
+
     def advance(self, attack: str, images: int) -> None:
         if self.bar:
             self.bar.update(self.task, advance=images, description=f"Attacking: {attack}")

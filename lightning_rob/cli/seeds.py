@@ -10,7 +10,6 @@ from statistics import fmean
 from typing import ClassVar
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from lightning_rob.cli.options import join_values, option_types, parse_own
@@ -19,6 +18,7 @@ from lightning_rob.commands.report.runs import AttackResult, find_runs
 from lightning_rob.runtime.errors import Fault, InputError, visible
 from lightning_rob.runtime.files import atomic_write_text
 from lightning_rob.runtime.spread import ending_children, run_child, spread
+from lightning_rob.tables import literal
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def _summarize(folder: Path, seeds: Sequence[int]) -> None:
         each = [f"{own[seed].accuracy:.1%}" if seed in own else "" for seed in by_seed]
         shown = ", ".join(map(str, images)), f"{fmean(values):.1%}"
         span = f"{100 * low:.1f} … {100 * high:.1f}"
-        table.add_row(escape(visible(name)), target.replace("_", " "), *shown, span, *each)
+        table.add_row(literal(name), target.replace("_", " "), *shown, span, *each)
     Console().print(table)
     atomic_write_text(folder / "seeds.json", json.dumps(rows, indent=1) + "\n")
     print(visible(f"Wrote {folder}/seeds.json; lightning-rob report {folder} has all runs"))

@@ -7,6 +7,7 @@ from rich.table import Table
 from lightning_rob.attacks import Attack, CommonCorruption
 from lightning_rob.evaluation.results import EvaluationResult
 from lightning_rob.metrics.corruption_error import ALEXNET_ERRORS
+from lightning_rob.tables import literal
 from lightning_rob.transforms.corruptions import Corruption
 
 CORRUPTIONS = tuple(ALEXNET_ERRORS)  # the 15 of ImageNet-C and CIFAR-10-C
@@ -62,5 +63,6 @@ def corruption_table(
     for name in names:
         for attack in ("", *attacks):
             under = [f"{name}_{s}{attack and f'_{attack}'}" for s in severities]
-            table.add_row(name, attack, *(f"{100 * result.accuracy(one):.1f}" for one in under))
+            cells = [f"{100 * result.accuracy(one):.1f}" for one in under]
+            table.add_row(literal(name), literal(attack), *cells)
     return table

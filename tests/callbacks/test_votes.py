@@ -133,11 +133,11 @@ def test_a_defense_that_adapts_or_rejects_is_refused(ensemble):
 
 def test_the_table_has_a_column_for_each_rule(ensemble):
     parts = {"1": ["clean"], "3": NAMES}
-    _, (votes,) = study(ensemble, VotingRuleEval({"pgd": WEAK}, ensembles=parts))
+    _, (votes,) = study(ensemble, VotingRuleEval({"pgd [a]": WEAK}, ensembles=parts))
     console = Console(width=80, record=True, file=StringIO())
     print_votes("X", votes.results, console)
     text = console.export_text()
-    assert all(rule in text for rule in VOTING_RULES) and text.count("pgd") == 2
+    assert all(rule in text for rule in VOTING_RULES) and text.count("pgd [a]") == 2
     assert "…" not in text
     for result in votes.results:
         checked(json.dumps(with_schema(result)))

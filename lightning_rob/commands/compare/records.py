@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
@@ -19,7 +18,7 @@ from lightning_rob.evaluation.result_file import ResultFile, read_result_file
 from lightning_rob.metrics import Paired, holm, paired
 from lightning_rob.runtime.errors import visible
 from lightning_rob.runtime.files import atomic_write_text
-from lightning_rob.tables import STYLE
+from lightning_rob.tables import STYLE, literal
 
 Pair = tuple[str, Tensor, Tensor]  # name, scores [N] of the first and of the second
 CONDITIONS = ("target", "seed", "repeats", "inferences", "protocol", "versions")
@@ -192,13 +191,13 @@ def _legend(found: Sequence[Comparison]) -> str:
 
 def print_comparison(title: str, found: Sequence[Comparison]) -> None:
     """Print a table of comparisons."""
-    table = Table(title=escape(visible(title)), caption=_legend(found), **STYLE)
+    table = Table(title=literal(title), caption=_legend(found), **STYLE)
     # on a narrow terminal names and intervals take several lines, and no number is cut
     table.add_column("accuracy", min_width=len("accuracy"), overflow="fold")
     for name in COLUMNS:
         table.add_column(name, justify="right", no_wrap="interval" not in name)
     for comparison in found:
-        table.add_row(escape(visible(comparison.name)), *_cells(comparison))
+        table.add_row(literal(comparison.name), *_cells(comparison))
     Console().print(table)
 
 

@@ -7,16 +7,14 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from rich.box import MARKDOWN
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from lightning_rob.commands.sweep import OF_DEFENSE, SweepConfig, Value
 from lightning_rob.evaluation.records import Result
 from lightning_rob.evaluation.results import WORST
 from lightning_rob.plots import Curve, curves
-from lightning_rob.runtime.errors import visible
 from lightning_rob.runtime.files import atomic_write_text
-from lightning_rob.tables import CLEAN
+from lightning_rob.tables import CLEAN, literal
 
 AXES = {
     "probability": "sampling probability of the first member",
@@ -96,7 +94,7 @@ class SweepTable:
         table = Table(title=f"Sweep over {self.over}", caption=caption, title_justify="left")
         table.box = table.box if gap == "\n" else MARKDOWN
         for name in [self.over, *map(self.heading, self.columns)]:
-            table.add_column(escape(visible(name)), justify="right", overflow="fold")
+            table.add_column(literal(name), justify="right", overflow="fold")
         for value, row in self.table.items():
             cells = [""] * len(self.columns)
             for i, name in enumerate(self.columns):
