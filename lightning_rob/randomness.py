@@ -1,6 +1,7 @@
 """Randomness as an argument: a generator for a batch, or one stream for each of its images."""
 
 import math
+import os
 import random
 import zlib
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,11 @@ def _mix_one(z: int) -> int:
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
     return z ^ (z >> 31)
+
+
+def global_seed() -> int:
+    """Return the seed of `seed_everything`, or 0."""
+    return int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
 
 def derive_seed(*keys: int) -> int:

@@ -50,6 +50,10 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_runtest_setup() -> None:
+    os.environ.pop("PL_GLOBAL_SEED", None)  # the `seed_everything` of the test before
+
+
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The last checkpoint of the run of `tests.tiny.recipe`, which stays as it is."""

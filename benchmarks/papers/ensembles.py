@@ -95,7 +95,7 @@ def rows(options):
     done = {line["key"]: line["accuracy"] for line in map(json.loads, lines)}
     table = {}
     for seed in range(options.seeds):
-        args = ["--config", options.config, f"--seed_everything={seed}", f"--data.seed={seed}"]
+        args = ["--config", options.config, f"--seed_everything={seed}"]
         defense, data = trained(options.folder / f"seed{seed}", [*args, *options.fit])
         batches = DataLoader(data.parts["test"], 500)
         for count in options.members or [len(defense.classifiers)]:

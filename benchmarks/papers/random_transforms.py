@@ -114,7 +114,7 @@ def rows(options):
             if options.only and options.table != "rules" and run not in options.only:
                 continue
             args = ["--config", str(CONFIGS / "rt_patches.yaml"), *extra, *options.fit]
-            args += [f"--seed_everything={seed}", f"--data.seed={seed}"]
+            args += [f"--seed_everything={seed}"]
             defense, data = trained(options.folder / f"{run} seed{seed}", args)
             tried = suites(options, isinstance(defense, RandomTransforms))
             tried = {n: tried[n] for n in tried if n in ("EoT", *(options.attacks or tried))}

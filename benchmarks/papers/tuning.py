@@ -91,7 +91,7 @@ def scores(kind, seed, options):
     record = options.folder / f"{run.name}-{options.images}-{options.steps}.json"
     own, _ = recipe(options)
     args = own if kind == "untuned" else [f"--config={tuned(kind, seed, options)}"]
-    args += [f"--seed_everything={seed}", f"--data.seed={seed}"]
+    args += [f"--seed_everything={seed}"]
     defense, data = trained(run, args)
     if record.exists():
         return json.loads(record.read_text())

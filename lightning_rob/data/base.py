@@ -16,7 +16,7 @@ from lightning_rob.data.sampling import (
     every_image_once,
     resume_point,
 )
-from lightning_rob.randomness import Streams, generator_of
+from lightning_rob.randomness import Streams, generator_of, global_seed
 from lightning_rob.runtime.errors import at_least
 
 Augment = Callable[[Tensor], Any]  # to a Tensor; jsonargparse takes Tensor to mean a factory
@@ -98,7 +98,8 @@ class ImageData(LightningDataModule, ABC):
         eval_batch_size: the same for evaluation; `batch_size` if None.
         val_size: training images held out for validation; 0 for no validation.
         workers: loader processes; the batches are the same for any number.
-        seed: seed of the order of training images and of their augmentation.
+        seed: seed of the order of training images and of their augmentation; None is that of
+            `seed_everything`, or 0.
         augment: augmentation of a training image [C, H, W], a callable or a list of callables that
             draw from torch's global stream; None is the data set's own, an empty list is none.
         limit_train: maximum number of training images.
@@ -117,7 +118,7 @@ class ImageData(LightningDataModule, ABC):
         eval_batch_size: int | None = None,
         val_size: int = 1000,
         workers: int = 0,
-        seed: int = 0,
+        seed: int | None = None,
         augment: list[Augment] | Augment | None = None,
         limit_train: int | None = None,
         split_seed: int = 0,
@@ -129,7 +130,7 @@ class ImageData(LightningDataModule, ABC):
         self.eval_batch_size = eval_batch_size or batch_size
         self.val_size = val_size
         self.workers = workers
-        self.seed = seed
+        self.seed = global_seed() if seed is None else seed
         self.augment = [augment] if callable(augment) else augment
         self.limit_train = limit_train
         self.split_seed = split_seed

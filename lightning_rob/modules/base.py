@@ -1,7 +1,6 @@
 """Base class of all training methods."""
 
 import math
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Self
@@ -22,7 +21,7 @@ from lightning_rob.defenses.transductive import give_source
 from lightning_rob.evaluation.groups import Batch, unpacked
 from lightning_rob.metrics import RobustAccuracy
 from lightning_rob.objectives import check_labels
-from lightning_rob.randomness import Streams, derive_seed, generator_of
+from lightning_rob.randomness import Streams, derive_seed, generator_of, global_seed
 from lightning_rob.threat import Threat
 
 ENOUGH = 1.1  # of the batches that OneCycleLR needs; after more its rate is far from the last one
@@ -64,7 +63,7 @@ class RobustModule(LightningModule, ABC):
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.val_accuracy, self.test_accuracy = RobustAccuracy(), RobustAccuracy()
-        self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
+        self.seed = global_seed()
         self.noise: Streams | None = None
         self._predicted = 0  # images that this process has predicted
 

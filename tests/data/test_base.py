@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from lightning.pytorch import seed_everything
 
 from lightning_rob.data import Digits5k, Patches10
 from tests.data import dots
@@ -70,6 +71,13 @@ def test_augmentation_is_a_function_of_seed_epoch_and_index(options):
     assert all(torch.equal(images[key], again[key]) for key in again)
     assert not torch.equal(images[0, 5], images[1, 5])
     assert not torch.equal(images[0, 5], collected(dots(seed=4))[0, 5])
+
+
+def test_training_images_come_in_the_order_of_seed_everything():
+    assert dots(seed=None).seed == 0
+    seed_everything(3, verbose=False)
+    assert list(collected(dots(seed=None))) == list(collected(dots(seed=3)))
+    assert list(collected(dots(seed=4))) != list(collected(dots(seed=3)))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
