@@ -128,17 +128,27 @@ class Odd(Sampler):
         return 13
 
 
+class NoisyAtNine(Classifier):
+    """Adds noise to the logits of image 9, which is in the second group of those of `Odd`."""
+
+    def forward(self, x):
+        near = (x - DATA.tensors[0][9].to(x)).flatten(1).abs().amax(1) < 0.15
+        return self.net(x) + near[:, None] * torch.randn(len(x), 1, device=x.device)
+
+
 def validated(out, processes):
     """Write index and scores under a sampler and of stored batches, and try a stream."""
     stored, found = DataLoader(STORED, batch_size=None), []
     odd = DataLoader(DATA, 4, sampler=Odd())
-    for loader, number in ((odd, None), (stored, None), (stored, 12)):
+    runs = [(odd, None, Classifier), (stored, None, Classifier), (stored, 12, Classifier)]
+    for loader, number, module in [*runs, (odd, None, NoisyAtNine)]:
         torch.manual_seed(int(os.environ.get("LOCAL_RANK", "0")))  # processes shuffle differently
         attacks = {"pgd": PGD(Threat("linf", 0.1), 2, 0.05)}
         callback = RobustEval(attacks, max_images=number, group_size=4)
         run = trainer(callback, devices=processes, strategy="ddp" if processes > 1 else "auto")
-        run.validate(Classifier(), loader, verbose=False)
+        run.validate(module(), loader, verbose=False)
         found.append((callback.result.index, callback.result.scores))
+    found.append([one.name for one in callback.result.findings])
     if run.is_global_zero:
         torch.save(found, out)
     if processes > 1:
@@ -151,5 +161,6 @@ def test_every_image_counts_once_under_any_sampler(tmp_path):
     assert "2 processes are served the same images" in done.stderr
     one, two = (torch.load(tmp_path / name) for name in ("one", "two"))
     assert one[0][0].tolist() == list(range(1, 26, 2)) and all(map(torch.equal, one[0], two[0]))
-    assert [len(set(index.tolist())) for index, _ in two] == [13, 40, 12]
+    assert [len(set(index.tolist())) for index, _ in two[:3]] == [13, 40, 12]
+    assert "randomness" in two[4]  # which the second process alone has found
     assert one[1][1][:, 0].sum() == two[1][1][:, 0].sum() > 0  # clean
