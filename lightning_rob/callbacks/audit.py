@@ -10,7 +10,7 @@ from lightning_rob.audit.auditor import build_report, measure, measures
 from lightning_rob.audit.report import Report
 from lightning_rob.audit.target import AuditTarget
 from lightning_rob.callbacks.base import EvaluationCallback
-from lightning_rob.callbacks.images import Images, gather
+from lightning_rob.callbacks.images import Images
 from lightning_rob.callbacks.loggers import writing_folder
 from lightning_rob.callbacks.progress import console_of
 from lightning_rob.callbacks.robust_eval import RobustEval, full_defense
@@ -23,6 +23,7 @@ from lightning_rob.evaluation.worst import draws_noise
 from lightning_rob.metrics import PerImage
 from lightning_rob.runtime.errors import at_least
 from lightning_rob.runtime.files import atomic_write_text
+from lightning_rob.runtime.processes import gathered
 from lightning_rob.threat import Threat
 
 
@@ -77,7 +78,7 @@ class RobustAudit(EvaluationCallback):
     def before_images(self, trainer: Trainer, pl_module: Any, images: Images) -> None:
         defense = self.defense_of(pl_module)
         random = any(draws_noise(defense, x, index) for x, _, index in images.first(TRIED))
-        if any(gather(trainer, random)):
+        if any(gathered(random)):
             images.attacks = len(self._begin(trainer, pl_module, random=True).suite.attacks)
             if self.progress:
                 self.progress.expect(images.total)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_rob.attacks import Attack, evaluating
 from lightning_rob.callbacks.base import EvaluationCallback, with_threat
-from lightning_rob.callbacks.images import Images, gather
+from lightning_rob.callbacks.images import Images
 from lightning_rob.callbacks.loggers import log_picture, writing_folder
 from lightning_rob.callbacks.progress import console_of
 from lightning_rob.defenses import Defense
@@ -22,6 +22,7 @@ from lightning_rob.randomness import Streams
 from lightning_rob.rules import random_member
 from lightning_rob.runtime.errors import at_least
 from lightning_rob.runtime.identity import attack_spec
+from lightning_rob.runtime.processes import gathered
 from lightning_rob.threat import Length, Norm
 
 # Minus the expected accuracy under the weak attack, the index, the row.
@@ -113,9 +114,9 @@ class Gallery(EvaluationCallback):
         return shown, robust_accuracy(random_member(logits, defense.weights), y)
 
     def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        gathered = gather(trainer, (self.counts, self.kept))
-        self.counts = {key: sum(counts[key] for counts, _ in gathered) for key in self.counts}
-        kept = [found for _, kept in gathered for found in kept]
+        found = gathered((self.counts, self.kept))
+        self.counts = {key: sum(counts[key] for counts, _ in found) for key in self.counts}
+        kept = [one for _, kept in found for one in kept]
         self.kept = sorted(kept, key=lambda item: item[:2])[: self.count]
         line = (
             f"{self.names[1]} fools every member on {self.counts['fooled']} of the "

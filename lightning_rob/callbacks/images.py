@@ -35,6 +35,7 @@ from lightning_rob.evaluation.protocol import RoundProtocol
 from lightning_rob.evaluation.records import SESSION, versions
 from lightning_rob.evaluation.results import EvaluationResult
 from lightning_rob.randomness import Streams
+from lightning_rob.runtime.processes import gathered
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,7 @@ class Images:
         start = list(islice(batches, 1))
         # No index says which images a process is served, but their first batch does.
         marks = [(float(x.double().sum()), *y.tolist()) for x, y, *_ in start]
-        marks = list(chain(*gather(trainer, marks)))
+        marks = list(chain(*gathered(marks)))
         kind = type(self.loader).__name__
         if not marks:
             raise ValueError(f"{kind} has no images when it is read again: an iterator ends once")
@@ -210,7 +211,7 @@ class Images:
             found = [torch.cat(pair) for pair in zip(held, found, strict=True)] if held else found
             held = [part[found[0].argsort()[:most]] for part in found]
         keys = held[0].tolist() if held else []
-        keys = sorted(key for share in gather(trainer, keys) for key in share)[:most]
+        keys = sorted(key for share in gathered(keys) for key in share)[:most]
         self.expected = len(keys)
         if held:
             mine = (held[0] <= keys[-1]).nonzero()[:, 0]
@@ -237,7 +238,7 @@ class Images:
         trainer, settings, loader = self.trainer, self.settings, self.loader
         processes = trainer.world_size
         # A sampler of the user's may serve other images to each process.
-        shares = gather(trainer, served_positions(loader, processes))
+        shares = gathered(served_positions(loader, processes))
         if None in shares:
             return None
         served = torch.tensor(sorted(set().union(*shares)), dtype=torch.int64)
@@ -257,15 +258,6 @@ class Images:
         empty = torch.empty(0, dtype=torch.float32)
         cast = self.trainer.precision_plugin.convert_input(empty).dtype
         return torch.promote_types(cast, torch.float32)
-
-
-def gather(trainer: Trainer, mine: Any) -> list[Any]:
-    """Return the value of every process, in the order of ranks."""
-    if trainer.world_size == 1:
-        return [mine]
-    gathered = [None] * trainer.world_size
-    torch.distributed.all_gather_object(gathered, mine)
-    return gathered
 
 
 def checkpoint_position(trainer: Trainer) -> dict[str, Any]:

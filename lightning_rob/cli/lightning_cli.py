@@ -20,7 +20,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.multiprocessing.spawn import ProcessException
 
 from lightning_rob.callbacks.guard import TerminateOnNonFinite
-from lightning_rob.callbacks.images import gather
 from lightning_rob.callbacks.loggers import run_folder, writing_folder
 from lightning_rob.cli.checkpoints import SafeCheckpointIO
 from lightning_rob.cli.errors import (
@@ -47,7 +46,7 @@ from lightning_rob.recipes.safe_yaml import load, one_line, reading_recipes
 from lightning_rob.recipes.trust import OPTION, allowed
 from lightning_rob.runtime.errors import Fault, InputError, NoGradientError
 from lightning_rob.runtime.files import UNWRITABLE, atomic_write_text
-from lightning_rob.runtime.processes import supervised_processes
+from lightning_rob.runtime.processes import gathered, supervised_processes
 from lightning_rob.threat import Threat
 
 USER_ERRORS = (
@@ -260,7 +259,7 @@ class RobustCLI(LightningCLI):
         batches: Any = self.trainer.predict(**options)
         found = [row for i, p in batches for row in zip(i.tolist(), p.tolist(), strict=True)]
         folder = run_folder(self.trainer) or Path(self.trainer.default_root_dir)
-        shares = gather(self.trainer, found)
+        shares = gathered(found)
         if not self.trainer.is_global_zero:
             return
         merged = dict(sorted(row for share in shares for row in share))  # no image twice

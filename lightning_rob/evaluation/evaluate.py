@@ -47,6 +47,7 @@ from lightning_rob.evaluation.suites import attacks_by_name
 from lightning_rob.evaluation.worst import draws_noise
 from lightning_rob.runtime.errors import at_least, is_of_shape
 from lightning_rob.runtime.identity import cache_key, fingerprint
+from lightning_rob.runtime.processes import gathered
 from lightning_rob.tables import CLEAN
 from lightning_rob.threat import PROJECTED, Length, Norm, Threat, norm_order
 
@@ -176,8 +177,7 @@ def evaluate(
                 count += len(x)
     if not count:
         raise ValueError("there are no images to evaluate: the batches are empty")
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        evaluator.powers /= torch.distributed.get_world_size()  # each process has all images
+    evaluator.powers /= len(gathered(None))  # each process has all images
     found = evaluator.result()
     check_indices(found.index, count)
     # A log that stays would be taken for that of an interrupted evaluation.

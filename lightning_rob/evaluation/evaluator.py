@@ -46,6 +46,7 @@ from lightning_rob.randomness import Streams
 from lightning_rob.rules import mean_probs, rejected_share
 from lightning_rob.runtime.errors import at_least
 from lightning_rob.runtime.precision import float32_precision, in_float32
+from lightning_rob.runtime.processes import gathered
 from lightning_rob.tables import CLEAN
 from lightning_rob.threat import PROJECTED
 
@@ -431,16 +432,13 @@ class Evaluator:
 
     def result(self) -> EvaluationResult:
         """Return the scores of all images; every process has to call it."""
-        rows, distributed = self.store.rows(), torch.distributed
-        if distributed.is_available() and distributed.is_initialized():
-            # Each process has seen a part of the images; one that finds something is enough.
-            everywhere: Any = [None] * distributed.get_world_size()
-            mine = self.findings, self.recovered, self.random, self.powers
-            distributed.all_gather_object(everywhere, mine)
-            found, recovered, random, powers = zip(*everywhere, strict=True)
-            self._take(chain(*found))
-            self.recovered, self.random = set().union(*recovered), any(random)
-            self.powers = torch.stack(powers).sum(0)
+        rows = self.store.rows()
+        # Each process has seen a part of the images; one that finds something is enough.
+        mine = self.findings, self.recovered, self.random, self.powers
+        found, recovered, random, powers = zip(*gathered(mine), strict=True)
+        self._take(chain(*found))
+        self.recovered, self.random = set().union(*recovered), any(random)
+        self.powers = torch.stack(powers).sum(0)
         noted = [*self.findings, *self.unfit]
         if self.recovered:
             why = "are zero at the bounds" if self.inside else "were not finite on some images"

@@ -1,4 +1,4 @@
-"""How a run ends: by signals, with the ranks it launched, and by a fault in one line."""
+"""The processes of a run: what they tell each other, and how they end."""
 
 import ctypes
 import os
@@ -139,6 +139,15 @@ def supervised_processes(
             raise Fault(f"process {rank} is not through {limit():g} s after process 0") from error
         if code:
             raise Fault(f"process {rank} of the run ended with exit code {code}")
+
+
+def gathered(mine: Any) -> list[Any]:
+    """Return the value of every process of a run, in the order of ranks; all have to call it."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return [mine]
+    everywhere = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everywhere, mine)
+    return everywhere
 
 
 def as_fault(error: RuntimeError) -> LostRank | None:
