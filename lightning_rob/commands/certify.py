@@ -70,6 +70,8 @@ class CertifyConfig(CommandConfig):
             given = {float(Fraction(part.strip())) for part in parts}
         except (ValueError, ZeroDivisionError):
             raise ValueError(f"--radii takes numbers and fractions, got {self.radii!r}") from None
+        if len({f"{radius:g}" for radius in given}) < len(given):
+            raise ValueError(f"--radii must differ in six digits, got {self.radii!r}")
         if given and not min(given) > 0:
             raise ValueError(f"--radii must be above 0, got {min(given):g}: 0 is always among them")
         return tuple(sorted(given or {sigma * share for share in MULTIPLES}))

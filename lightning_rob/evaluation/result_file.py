@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from lightning_rob.evaluation.records import SCHEMA, with_schema
 from lightning_rob.evaluation.store import PerImageRows
 from lightning_rob.runtime.files import atomic_write_text, check_regular
 
+SLACK = 1e-5  # of a sum of float32 probabilities
 FORMULA = tuple("=+-@\t\r\n'")  # what a spreadsheet takes for more than text
 
 
@@ -94,6 +96,11 @@ class ResultFile:
     label: Tensor
     scores: dict[str, Tensor]  # [N] of "clean", each attack, and "worst" (`worst_case`)
     checksum: Tensor
+    draws: dict[str, Tensor]  # of several private draws the scores [N, R] by draw, without "worst"
+
+    def by_defender(self, name: str) -> Tensor:
+        """Return the scores [N, R] of R private draws, or their mean as one column."""
+        return self.draws.get(name, self.scores[name][:, None])
 
     @property
     def attacks(self) -> list[str]:
@@ -120,12 +127,23 @@ def read_result_file(path: Path | str) -> ResultFile:
             torch.tensor([int(cell) for cell in columns[name]], dtype=torch.int64)
             for name in ("index", "label", "checksum")
         )
-        scores = {
-            name: torch.tensor([float(cell) for cell in columns[name]], dtype=torch.float64)
-            for name in ("clean", *card["attacks"], "worst")
-        }
+
+        def numbers(name: str) -> Tensor:
+            return torch.tensor([float(cell) for cell in columns[name]], dtype=torch.float64)
+
+        measured = ("clean", *card["attacks"])
+        scores = {name: numbers(name) for name in (*measured, "worst")}
+        draws, count = {}, card.get("private_draws", 1)
+        for name in measured if count > 1 else ():
+            own = [numbers(c) for c in head if re.fullmatch(rf"{re.escape(name)}_inference_\d+", c)]
+            draws[name] = torch.stack(own, 1).reshape(len(index), count, -1).mean(2)
+        if (index.diff() <= 0).any():
+            raise ValueError("its images must be in the order of their indices, each once")
+        values = torch.cat([*scores.values()])
+        if len(odd := values[~((values >= -SLACK) & (values <= 1 + SLACK))]):
+            raise ValueError(f"a score must be in [0, 1], got {odd[0]}")
     except FileNotFoundError as error:
         raise ValueError(f"{path} is not a record: it has no card {card_path.name}") from error
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, csv.Error) as error:
         raise ValueError(f"{path} is not a record of an evaluation: {error}") from error
-    return ResultFile(path, card, index, label, scores, checksum)
+    return ResultFile(path, card, index, label, scores, checksum, draws)

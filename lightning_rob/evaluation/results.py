@@ -28,7 +28,8 @@ from lightning_rob.evaluation.result_file import write_result_file
 from lightning_rob.evaluation.store import KNOWN, PerImageRows
 from lightning_rob.evaluation.worst import WORST as WORST
 from lightning_rob.evaluation.worst import Worst, worst_case
-from lightning_rob.metrics import Paired, clopper_pearson, paired, student
+from lightning_rob.metrics import Paired, clopper_pearson, student
+from lightning_rob.metrics.intervals import paired_over_draws
 from lightning_rob.runtime.identity import attack_spec
 from lightning_rob.tables import CLEAN, table_html, table_text
 
@@ -236,7 +237,14 @@ class EvaluationResult:
 
         Two results: `paired(a.per_image("pgd"), b.per_image("pgd"))` of `lightning_rob.metrics`.
         """
-        return paired(self.per_image(first), self.per_image(second))
+        return paired_over_draws(self._by_defender(first), self._by_defender(second))
+
+    def _by_defender(self, name: str) -> Tensor:
+        """Return the scores [N, R] of R private draws, or their mean as one column."""
+        if self.private_draws == 1 or name == WORST:
+            return self.per_image(name)[:, None]
+        _check_name(name, self.names)
+        return self.scores[:, self.names.index(name)]
 
     def resubmitted(self, name: str, times: int) -> Result:
         """Return the accuracy against an attacker who may submit each image several times.
@@ -249,6 +257,7 @@ class EvaluationResult:
             ValueError: fewer inferences than submissions or scores between right and wrong; or a
                 defense that adapts, whose predictions of a round are not independent.
         """
+        _check_name(name, self.names)
         scores = self.scores[:, self.names.index(name)]
         right, inferences = scores.sum(1), scores.shape[1]
         certain = bool(torch.isin(scores, torch.tensor([0.0, 1.0]).to(scores)).all())
@@ -280,9 +289,12 @@ class EvaluationResult:
             raise ValueError(
                 "known_noise is measured for defenses that predict at random, by known_noise=True"
             )
-        attack = next(iter(self.attacks.values()))
-        details = {**self.details, "ball": str(attack.threat), "interval_covers": "images"}
-        return measured(KNOWN, scores[~scores.isnan()].double(), 0.0, details)
+        threat = next(iter(self.attacks.values())).threat
+        details = {**self.details, "ball": str(threat), "interval_covers": "images"}
+        # On groups whose predictions did not vary all attackers know the same.
+        within = [j for j, one in enumerate(self.attacks.values(), 1) if one.threat == threat]
+        others = self.not_fooled[:, [0, *within]].mean(2).amin(1).to(scores)
+        return measured(KNOWN, scores.where(~scores.isnan(), others).double(), 0.0, details)
 
     def distances(self, name: str) -> Tensor:
         """Return how far each image [N] had to be moved until the defense was always wrong.
@@ -340,7 +352,11 @@ class EvaluationResult:
             first = next(in_ball, None)
             same = torch.equal(other.index, self.index) and other.joint == self.joint
             if first and same and not (other is self and name == first):
-                compared = paired(other.per_image(first), scores)
+                both = other._by_defender(first), self._by_defender(name)
+                same_draws = both[0].shape == both[1].shape
+                if not same_draws:  # other draws cannot be paired
+                    both = both[0].mean(1, True), both[1].mean(1, True)
+                compared = paired_over_draws(*both)
                 details["against"] = {"attack": first, **asdict(compared)}
             searches = any(part.smallest_norm for part in walk(attack))
             once = self.details.get("repeats", 1) == 1 and not (self.random or self.joint)

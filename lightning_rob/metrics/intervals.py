@@ -1,8 +1,8 @@
 """Confidence intervals of accuracies, and tests of their differences."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from statistics import NormalDist, fmean, stdev
 
 import numpy as np
@@ -15,9 +15,10 @@ from lightning_rob.metrics.gaffke import SMALLEST, Floats, mean_interval, p_at_m
 def wilson(mean: float, n: int, level: float = 0.95) -> tuple[float, float]:
     """Compute the score interval of a mean of n numbers in [0, 1] (Wilson 1927).
 
-    It covers the truth with probability `level`. It is derived for 0/1 scores; for a randomized
-    ensemble's expected accuracies, which vary less than 0/1 scores of the same mean, it is too wide
-    rather than too narrow.
+    It covers the truth with a probability of about `level`, and near 0 and 1 of less: of 0/1 scores
+    with 0.84 for n = 10 and 0.91 for n = 100; `clopper_pearson` always does. For the
+    expected accuracies of a randomized ensemble, which vary less than 0/1 scores of the same mean,
+    it is too wide rather than too narrow.
     """
     if n < 1:
         return 0.0, 1.0
@@ -114,6 +115,41 @@ def paired(first: Tensor, second: Tensor) -> Paired:
     p = paired_p(first, second)
     certain = not ((first % 1).any() or (second % 1).any())
     return Paired(difference, mean_interval(gaps), p, "McNemar" if certain else "Gaffke")
+
+
+def paired_over_draws(first: Tensor, second: Tensor) -> Paired:
+    """Compare two scores [N, R] of the same images under R draws that all images share.
+
+    Such draws are a defender's private randomness. Differences vary with the images and with the
+    draws: the test is a t test with the sum of both variances, where `paired` of the means over
+    draws is not less significant. With one draw it is `paired`, which leaves the draws out.
+    """
+    from scipy.stats import t
+
+    found = paired(first.mean(1), second.mean(1))
+    gaps = (second - first).double()
+    if min(gaps.shape) < 2:
+        return found
+    parts = gaps.mean(1), gaps.mean(0)
+    error, freedom = combined((float(part.var()), len(part)) for part in parts)
+    if error == 0:
+        return found
+    p = max(found.p, float(2 * t.sf(abs(found.difference) / error, freedom)))
+    half, (low, high) = float(t.ppf(0.975, freedom)) * error, found.interval
+    interval = min(low, found.difference - half), max(high, found.difference + half)
+    return replace(found, interval=interval, p=p, test=f"{found.test} and t over draws")
+
+
+def combined(parts: Iterable[tuple[float, int]]) -> tuple[float, float]:
+    """Return the standard error of a mean that varies for several reasons, and its freedom.
+
+    The parts are the variance and the number of values for each reason; the degrees of freedom are
+    those of Welch and Satterthwaite.
+    """
+    squares = [(variance / count, count - 1) for variance, count in parts]
+    total = sum(square for square, _ in squares)
+    spread = sum(square**2 / freedom for square, freedom in squares)
+    return math.sqrt(total), total**2 / spread if spread > 0 else math.inf
 
 
 def paired_p(first: Tensor, second: Tensor) -> float:

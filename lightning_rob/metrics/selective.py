@@ -5,7 +5,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_rob.metrics.robust_accuracy import ImageSums, label_probability
+from lightning_rob.metrics.robust_accuracy import ImageSums, robust_accuracy
 from lightning_rob.rules import rejected_share
 
 Per = Literal["image", "prediction"]
@@ -69,7 +69,7 @@ def _sums(predictions: Tensor, y: Tensor, clean: Tensor, rejects: int | None) ->
         raise ValueError(
             f"clean must be a mask of {len(y)} images, got {clean.dtype} {list(clean.shape)}"
         )
-    correct = label_probability(predictions, y).double()
+    correct = robust_accuracy(predictions, y).double()
     rejected = rejected_share(predictions.double(), rejects, True)
     wrong = 1 - rejected - correct
     return torch.stack([rejected[clean].sum(), rejected.sum(), wrong.sum(), clean.sum().double()])

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_rob.metrics.robust_accuracy import ImageSums, label_probability
+from lightning_rob.metrics.robust_accuracy import ImageSums, robust_accuracy
 
 
 def transfer_matrix(predictions: Tensor, y: Tensor) -> Tensor:
@@ -20,7 +20,7 @@ def transfer_matrix(predictions: Tensor, y: Tensor) -> Tensor:
         [M, M] float64: entry [i, j] is the accuracy of member i on images that attack member j. The
         diagonal is each member's robustness; a high accuracy beside it is a failure to transfer.
     """
-    return label_probability(predictions, y).double().mean(-1)
+    return robust_accuracy(predictions, y).double().mean(-1)
 
 
 class Transfer(NamedTuple):
@@ -61,7 +61,7 @@ def transfer_ranking(accuracy: Tensor) -> list[int]:
 
 def _fooled_both(predictions: Tensor, y: Tensor) -> Tensor:
     """Return the probability that an image fools source and target: [M, M, B, K] -> [M, M, B]."""
-    fooled = 1 - label_probability(predictions, y).double()
+    fooled = 1 - robust_accuracy(predictions, y).double()
     source = fooled.diagonal().permute(1, 0)[:, None]
     # Two members draw independently; a member that is fooled is fooled by that very draw.
     itself = torch.eye(len(fooled), dtype=torch.bool, device=fooled.device)[..., None]
@@ -83,7 +83,7 @@ class TransferMatrix(ImageSums):
 
     def update(self, predictions: Tensor, y: Tensor) -> None:
         """Add a batch: predictions [M, M, B, K], labels [B]."""
-        self.add(label_probability(predictions, y))
+        self.add(robust_accuracy(predictions, y))
 
     def compute(self) -> Tensor:
         """Return the accuracies over all images: [M, M] float64; a scalar if M is 1."""

@@ -92,7 +92,7 @@ def test_the_gate_fails_on_a_significant_large_fall(tmp_path, lost, limit, code,
 
 def test_a_fall_by_exactly_the_limit_counts_for_float32_scores():
     """0.9 and 0.7 of float32 differ by 0.19999999."""
-    (found,) = compared([("x", torch.full((500,), 0.9), torch.full((500,), 0.7))])
+    (found,) = compared([("x", torch.full((500, 1), 0.9), torch.full((500, 1), 0.7))])
     assert found.is_worse(0.2) and not found.is_worse(0.2001)
 
 

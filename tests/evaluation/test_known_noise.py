@@ -74,6 +74,20 @@ def test_the_draws_that_predict_are_attacked():
     assert "known noise" in found.table()
 
 
+def test_images_without_noise_count_too():
+    """They come first, in a group of their own, where nothing is random yet."""
+
+    class OnBright(Noisy):
+        def noise(self, x, generator):
+            return super().noise(x, generator) * (x.flatten(1).mean(1) > 0.5)
+
+    x, y = images(40)
+    x = x[x.flatten(1).mean(1).argsort()]
+    found = evaluate(OnBright(NET), WEAK, [(x, y)], known_noise=True, group_size=10, progress=False)
+    assert found.rows.known_noise.isnan().any() and found.known_noise.n == 40
+    assert found.known_noise.accuracy <= found.accuracy("pgd")
+
+
 def test_the_member_that_predicts_is_attacked():
     others = torch.tensor([[-0.3, 0.6, 0.1, 0.5], [0.1, 0.1, 0.9, -0.9]])
     nets, shares = [NET, *map(Hyperplane, others)], [0.5, 0.3, 0.2]

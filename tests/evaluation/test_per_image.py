@@ -195,6 +195,12 @@ def test_another_file_is_no_record(tmp_path):
         (tmp_path / "a.json").write_text(card)
         with pytest.raises(ValueError, match=r"a\.csv is not a record"):
             read_result_file(tmp_path / "a.csv")
+    head, row = "index,label,clean,worst,checksum\n", "1,2,{},0,3\n"
+    (tmp_path / "a.json").write_text(none)
+    for rows, why in ((row.format(1) * 2, "each once"), (row.format(7.5), "got 7.5")):
+        (tmp_path / "a.csv").write_text(head + rows)
+        with pytest.raises(ValueError, match=why):
+            read_result_file(tmp_path / "a.csv")
     (tmp_path / "a.json").write_text(none.replace("1", "2"))
     with pytest.raises(ValueError, match="its schema is 2, this version reads 1"):
         read_result_file(tmp_path / "a.csv")

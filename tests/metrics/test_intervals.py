@@ -18,6 +18,7 @@ from lightning_rob.metrics import (
     wilson_over_draws,
 )
 from lightning_rob.metrics.gaffke import p_at_most
+from lightning_rob.metrics.intervals import paired_over_draws
 
 
 @pytest.mark.parametrize("level", [0.5, 0.95])
@@ -154,6 +155,22 @@ def test_a_network_rarely_differs_from_an_ensemble_of_its_accuracy(n):
     assert min(one.p for one in found) > 0
     covered = [one.interval[0] <= 0 <= one.interval[1] for one in found]
     assert covered == [not one.significant for one in found]
+
+
+@pytest.mark.parametrize("draws", [1, 5])
+def test_draws_that_all_images_share_are_not_taken_for_images(draws):
+    """Two attacks are equally strong; draws move an accuracy of 0.8 by 4 points or so."""
+    generator, significant = np.random.default_rng(3), []
+    for _ in range(150):
+        chance = (0.8 + generator.normal(0, 0.04, (2, 1, draws))).clip(0, 1)
+        scores = torch.from_numpy((generator.random((2, 500, draws)) < chance).astype(float))
+        found = paired_over_draws(*scores)
+        alone = paired(*scores.mean(2)).significant
+        significant.append((found.significant, alone))
+        low, high = found.interval
+        assert found.significant == (not low <= 0 <= high)
+    of_both, of_images = np.mean(significant, 0)
+    assert of_images > 0.15 and (of_both < 0.09 if draws > 1 else of_both == of_images)
 
 
 def test_holm_by_hand():

@@ -38,6 +38,12 @@ def test_image_by_image(per):
     assert 0 < sum(wrong) < 41 - sum(rejected)
 
 
+def test_a_prediction_that_is_no_number_is_wrong():
+    predictions = torch.tensor([[1.0, 0.0], [torch.nan, torch.nan], [0.0, 0.0]])
+    found = selective_error(predictions, torch.zeros(3).long(), torch.ones(3).bool())
+    assert [float(value) for value in found] == pytest.approx([1 / 3] * 3)
+
+
 def test_expectations_of_a_random_defense():
     """Half of the members of an ensemble of two reject: the shares are expectations."""
     predictions, y = torch.tensor([[0.5, 0.0], [0.5, 0.5]]), torch.tensor([0, 0])

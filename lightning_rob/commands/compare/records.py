@@ -15,14 +15,16 @@ from lightning_rob.commands.report.blocks import plain
 from lightning_rob.commands.specs import differences
 from lightning_rob.comparisons import SIGNIFICANT, rounded_down
 from lightning_rob.evaluation.result_file import ResultFile, read_result_file
-from lightning_rob.metrics import Paired, holm, paired
+from lightning_rob.metrics import Paired, holm
+from lightning_rob.metrics.intervals import paired_over_draws
 from lightning_rob.runtime.errors import visible
 from lightning_rob.runtime.files import atomic_write_text
 from lightning_rob.tables import STYLE, literal
 
-Pair = tuple[str, Tensor, Tensor]  # name, scores [N] of the first and of the second
-CONDITIONS = ("target", "seed", "repeats", "inferences", "protocol", "versions")
-SETTINGS = ("target", "repeats", "inferences", "protocol")  # in which gated records are equal
+Pair = tuple[str, Tensor, Tensor]  # name, scores [N, R] of the first and of the second
+# Gated records are equal in them.
+SETTINGS = ("target", "repeats", "inferences", "private_draws", "protocol")
+CONDITIONS = (*SETTINGS, "seed", "group_size", "precision", "versions")
 COLUMNS = ("first", "second", "difference", "95 % interval", "lost", "won", "p")
 MIN_IMAGES = 10  # fewer are too few to judge a difference
 
@@ -36,6 +38,7 @@ class Comparison:
     after: float
     lost: int
     won: int
+    images: int
     paired: Paired
     p: float
 
@@ -65,7 +68,8 @@ def run(config: CompareConfig) -> None:
         first, *others = one.attacks
         if not others:
             raise ValueError(f"{one.path} has one attack, {first}: give a second record")
-        pairs = [(f"{first} → {name}", one.scores[first], one.scores[name]) for name in others]
+        before = one.by_defender(first)
+        pairs = [(f"{first} → {name}", before, one.by_defender(name)) for name in others]
     else:
         pairs = list(_common(one, other, config))
     found = compared(pairs)
@@ -93,14 +97,15 @@ def _read(path: Path) -> ResultFile:
 
 
 def compared(pairs: Sequence[Pair]) -> list[Comparison]:
-    """Compare paired scores [N] by name; p is adjusted by Holm over all of them."""
-    found = [paired(one, other) for _, one, other in pairs]
+    """Compare paired scores [N, R] by name; p is adjusted by Holm over all of them."""
+    found = [paired_over_draws(one, other) for _, one, other in pairs]
     adjusted = holm([test.p for test in found])
     comparisons = []
     for (name, one, other), test, p in zip(pairs, found, adjusted, strict=True):
         before, after = float(one.mean()), float(other.mean())
-        lost, won = int((other < one).sum()), int((other > one).sum())
-        comparisons.append(Comparison(name, before, after, lost, won, test, p))
+        rises = (other - one).mean(1)
+        counts = int((rises < 0).sum()), int((rises > 0).sum()), len(rises)
+        comparisons.append(Comparison(name, before, after, *counts, test, p))
     return comparisons
 
 
@@ -147,6 +152,14 @@ def _other_differences(records: Sequence[ResultFile], config: CompareConfig) -> 
     for record in records:
         if found := sorted(_severe(record)):
             yield f"Do not trust {record.path}: severe findings, {', '.join(found)}"
+    if any(card.get("protocol") and card.get("private_draws", 1) == 1 for card in cards):
+        yield (
+            "The defense adapts, and its images share one draw of its randomness, which intervals "
+            "and p leave out: evaluate with private_draws=5"
+        )
+    if len({tuple(record.index.tolist()) for record in records}) > 1:
+        sizes = " and ".join(str(len(record.index)) for record in records)
+        yield f"They are compared on the images that both have, of {sizes}"
     for name in CONDITIONS:
         values = [card.get(name) for card in cards]
         if any(value != values[0] for value in values):
@@ -178,14 +191,16 @@ def _common(one: ResultFile, other: ResultFile, config: CompareConfig) -> Iterat
         for name, record in ((left, one), (right, other)):
             if name not in record.scores:
                 raise ValueError(f"{record.path} has no {name!r}: {', '.join(record.scores)}")
-        yield left, one.scores[left][first], other.scores[right][second]
+        both = one.by_defender(left)[first], other.by_defender(right)[second]
+        # Other draws cannot be paired.
+        yield left, *(both if both[0].shape == both[1].shape else (s.mean(1, True) for s in both))
 
 
 def _legend(found: Sequence[Comparison]) -> str:
     tests = " or ".join(dict.fromkeys(comparison.paired.test for comparison in found))
-    legend = f"interval: {tests}, 95 %; p: two-sided"
-    if len(found) > 1:
-        legend = f"interval: {tests}, 95 % of each alone; p: two-sided, by Holm over {len(found)}"
+    legend = f"{found[0].images} images; interval: {tests}, 95 %"
+    legend += f" of each alone; p: two-sided, by Holm over {len(found)}" * (len(found) > 1)
+    legend += "; p: two-sided" * (len(found) == 1)
     return f"{legend}; lost, won: images whose score fell, rose"
 
 
