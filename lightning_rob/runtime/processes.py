@@ -1,4 +1,4 @@
-"""The processes of a run: what they tell each other, and how they end."""
+"""The processes of a run: values of all of them, and how they end."""
 
 import ctypes
 import os
