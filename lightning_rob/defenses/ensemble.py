@@ -83,6 +83,11 @@ class Mixture(Defense):
         rejecting = {part.rejects for part in parts}
         if len(rejecting) > 1:
             raise ValueError(f"the parts of a mixture must reject by one class, got {rejecting}")
+        if rule is not random_member and any(part.abstains for part in parts):
+            raise ValueError(
+                "a part of the mixture rejects images by its prediction, which only the rule "
+                "random_member uses; another rule sees its logits alone"
+            )
         super().__init__(torch.cat(weights), rule, rejecting.pop())
         self.parts = nn.ModuleList(parts)
         self.shares = shares.tolist()
@@ -145,7 +150,8 @@ class Mixture(Defense):
     ) -> tuple[Tensor, Tensor]:
         samples = [part.sample_logits(x, generator, draws) for part in self.defenses]
         weights = [share * part for share, (_, part) in zip(self.shares, samples, strict=True)]
-        return torch.cat([logits for logits, _ in samples]), torch.cat(weights)
+        logits = torch.cat([part for part, _ in samples])
+        return logits, torch.cat([part.to(logits.device) for part in weights])
 
 
 def first_member(defense: Defense) -> Single:

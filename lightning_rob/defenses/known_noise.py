@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from lightning_rob.defenses.base import Defense, Single
 from lightning_rob.defenses.random_transforms import random_transforms_in
+from lightning_rob.defenses.transform_ensemble import is_transform_ensemble
 from lightning_rob.randomness import Generator, Streams, generator_of, seeded_global_rng
 from lightning_rob.rules import random_member
 
@@ -60,6 +61,10 @@ def drawn_parts(defense: Defense) -> Iterator[tuple[float, Defense]]:
     elif parts[0][1] is not defense:  # a mixture
         for share, part in parts:
             yield from ((share * inner, one) for inner, one in drawn_parts(part))
+    elif defense.resamples:  # one of many copies, which no two predictions share
+        yield 1.0, defense
+    elif is_transform_ensemble(defense):  # whose transformations may be random
+        yield from ((share, defense.one(i)) for i, share in enumerate(defense.weights.tolist()))
     else:
         members = zip(defense.weights.tolist(), defense.classifiers, strict=True)
         yield from ((share, Single(net, rejects=defense.rejects)) for share, net in members)

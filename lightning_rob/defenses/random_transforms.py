@@ -34,7 +34,8 @@ class RandomTransforms(Defense):
         rule: turns the logits of the copies into a prediction: `mean_probs`, `majority` or
             `mean_logits`.
         shared_order: all copies of an image go through the same transforms in the same order, with
-            different parameters: an attacker's variance reduction, see `SurrogateTransforms`.
+            different parameters, and each copy skips some of them by its p: an attacker's variance
+            reduction, see `SurrogateTransforms`.
         gradients: gradient of the transforms: "exact"; "identity"; "straight_through", exact where
             there is one, else the identity; "bpda", that of the networks in `approximations`; or
             "combo", exact where there is one, else by network. The images are the same.

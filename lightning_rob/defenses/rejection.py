@@ -16,7 +16,9 @@ class AcceptedClasses(Defense):
     """The K classes that a defense accepts, with rejection counted as the label.
 
     A wrong class has the largest logit here where the defense accepts and is wrong. The label's
-    logit is the larger one of its own and of rejection's.
+    logit is the larger one of its own and of rejection's. Of several draws each is joined by
+    itself: where some are for the label and some for rejection, an attack may take an image for
+    right that the defense accepts and gets wrong. Predictions are exact.
     """
 
     def __init__(self, defense: Defense, labels: int | PerImageValues) -> None:

@@ -35,8 +35,8 @@ class Source:
                 "source must be two tensors (x, y) or a data set of items (x, y, …), got "
                 f"{type(data).__name__}"
             )
-        if isinstance(self.data, list | tuple) and isinstance(self.data[0], Tensor):
-            x, y = self.data
+        if isinstance(self.data, list | tuple) and hasattr(self.data[0], "__array__"):
+            x, y = map(torch.as_tensor, self.data)
             if len(x) != len(y) or not len(x):
                 raise ValueError(
                     f"source must have a label for each image, got {len(x)} and {len(y)}"

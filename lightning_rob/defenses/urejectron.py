@@ -94,11 +94,11 @@ class URejectron(Transductive):
         """Compute the probability [B] that images [B, C, H, W] are test images."""
         if self.trained_discriminator is None:
             raise RuntimeError("URejectron has no discriminator before it has adapted to a batch")
-        logits: Tensor = self.trained_discriminator(x)
+        logits = network_logits(self.trained_discriminator, x)
         return logits.softmax(1)[:, TEST]
 
     def fit_to_batch(self, x: Tensor, generator: torch.Generator) -> Self:
-        net = (self.discriminator or (lambda: SmallCNN(2, x.shape[1])))().to(x)
+        net = (self.discriminator or (lambda: SmallCNN(2, x.shape[1])))().to(x.device)
         source = self.source
         # Drawn anew by each `adapt`, from the defender's private randomness.
         chosen = torch.randperm(len(source), generator=generator)[: self.source_size]
@@ -109,7 +109,7 @@ class URejectron(Transductive):
                 images = [x[(rows[is_test] - len(chosen)).to(x.device)]]
                 if len(known := chosen[rows[~is_test]]):
                     images.insert(0, source.gather(known)[0].to(x))
-                logits = net(torch.cat(images))
+                logits = network_logits(net, torch.cat(images))
                 if logits.shape[1:] != (2,):
                     raise ValueError(
                         f"discriminator must give logits [B, 2], got {list(logits.shape)}"

@@ -118,10 +118,10 @@ class AthenaCNN(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         features = self.features(self.normalize(x))
-        if self.training:
-            return self.linear(self.dropout(self.hidden(features)))
         # Only dropout is between both layers: in evaluation they are one linear map, which is
-        # cheaper computed as one.
+        # cheaper computed as one, unless a hook looks at what the last layer is given.
+        if self.training or self.linear._forward_pre_hooks:
+            return self.linear(self.dropout(self.hidden(features)))
         weight = self.linear.weight @ self.hidden.weight
         bias = self.linear.weight @ self.hidden.bias + self.linear.bias
         return linear(features, weight, bias)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from lightning_rob.nets.normalize import CIFAR10_MEAN, CIFAR10_STD, Normalize
 from lightning_rob.nets.pooling import spatial_mean
@@ -14,10 +15,17 @@ Activation = Literal["relu", "silu"]
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "silu": nn.SiLU}
 
 
+class _SamePad(nn.Module):
+    """TensorFlow's SAME padding of a 3x3 convolution of stride 2."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Even sides get zeros below and to the right only.
+        return pad(x, (x.shape[3] % 2, 1, x.shape[2] % 2, 1))
+
+
 def _padding(stride: int, same: bool) -> tuple[nn.Module, int]:
     """Return a padding layer, and the padding of the 3x3 convolution behind it."""
-    # TensorFlow's SAME padding puts a strided convolution's zeros below and to the right only.
-    return (nn.ZeroPad2d((0, 1, 0, 1)), 0) if same and stride > 1 else (nn.Identity(), 1)
+    return (_SamePad(), 0) if same and stride > 1 else (nn.Identity(), 1)
 
 
 class PreActBlock(nn.Module):
@@ -80,7 +88,8 @@ class WideResNet(nn.Module):
         widen: factor on the stages' widths of 16, 32 and 64 channels.
         mean: [C] of images in [0, 1], like std, one number per channel.
         activation: "relu", or "silu" (Swish), x sigmoid(x).
-        same: TensorFlow's SAME padding of strided convolutions, below and to the right only.
+        same: TensorFlow's SAME padding of strided convolutions: of even sides below and to the
+            right only.
     """
 
     def __init__(

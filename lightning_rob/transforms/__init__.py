@@ -87,6 +87,8 @@ def _build(name: str, options: Mapping[str, Any]) -> Transform:
     if name not in kinds:
         hint = nearest(name, kinds, f", there are {', '.join(kinds)}")
         raise ValueError(f"no transform {name!r}{hint}")
+    if isinstance(options, Transform | nn.Module):
+        raise TypeError(f"{name} must have arguments: give transforms themselves as a list")
     known = kinds[name].__dataclass_fields__
     if odd := set(options or {}) - set(known):
         raise ValueError(f"{name} has no argument {', '.join(odd)}: it takes {', '.join(known)}")

@@ -175,7 +175,7 @@ def place_of(folder: Path | str, transform: Transform, shape: Sequence[int] | No
     # Arguments are hashed, for a file's name could not hold them all.
     digest = hashlib.sha256(_spec(transform).encode()).hexdigest()[:8]
     size = "x".join(map(str, shape)) if shape else "*"
-    return Path(folder) / f"{type(transform).__name__}_{digest}_{size}.pt"
+    return Path(folder) / f"{transform.class_name}_{digest}_{size}.pt"
 
 
 def _spec(transform: Transform) -> str:
@@ -189,7 +189,7 @@ def _spec(transform: Transform) -> str:
     # The network learns the transform itself, however probable it is.
     names = [field.name for field in fields(transform) if field.name != "p"]
     arguments = ", ".join(f"{name}={canonical(getattr(transform, name))}" for name in names)
-    return f"{type(transform).__name__}({arguments})"
+    return f"{transform.class_name}({arguments})"
 
 
 def save_approximation(
@@ -223,7 +223,7 @@ def load_approximations(
         transforms: transforms whose networks are wanted, trained with the same arguments.
 
     Returns:
-        The networks by the names of the transforms' classes.
+        The networks by the names of the transforms.
     """
     nets: dict[str, nn.Module] = {}
     for transform in transforms:
@@ -237,5 +237,5 @@ def load_approximations(
         if len(found) > 1:
             names = ", ".join(path.name for path in found)
             raise ValueError(f"{folder} has several networks of {spec}, keep one: {names}")
-        nets[type(transform).__name__] = load_approximation(found[0])[0]
+        nets[transform.class_name] = load_approximation(found[0])[0]
     return nets

@@ -25,6 +25,7 @@ TO_YUV = ((0.299, 0.587, 0.114), (-0.147, -0.289, 0.436), (0.615, -0.515, -0.100
 FROM_YUV = ((1.0, 0.0, 1.14), (1.0, -0.396, -0.581), (1.0, 2.029, 0.0))
 
 TURN = 2 * math.pi
+LEVEL = 1 / 255  # of images of 8 bits
 # A channel is value * (1 - below * saturation); in each of the six sectors of the hue, `below` is
 # offset + slope * the position in the sector. Rows are red, green and blue.
 OFFSETS = ((0, 0, 1, 1, 1, 0), (1, 0, 0, 0, 1, 1), (1, 1, 1, 0, 0, 0))
@@ -46,7 +47,11 @@ def rgb_to_hsv(x: Tensor) -> Tensor:
     sextant = difference / (spread + (spread == 0)) + (2 * is_green + 4 * is_blue)
     # The hue h, in radians, goes through the soft modulo of eq. 15: 2 pi mod~(h / 2 pi).
     hue = TURN * soft_modulo(sextant / 6)
-    return torch.stack([hue, spread / value.clamp_min(EPS), value], 1)
+    saturation = spread / value.clamp_min(EPS)
+    # Below one level the slope is that of a level: at black it would outweigh all other pixels.
+    dark = (largest < LEVEL).to(x)
+    bounded = saturation.detach() + (spread - spread.detach()) / LEVEL
+    return torch.stack([hue, saturation + dark * (bounded - saturation), value], 1)
 
 
 def hsv_to_rgb(x: Tensor) -> Tensor:

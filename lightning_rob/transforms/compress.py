@@ -115,8 +115,9 @@ class FFT(AlphaTransform):
 
     def apply(self, x: Tensor, gain: Tensor, kept: Tensor) -> Tensor:
         # Half of the spectrum suffices: that of a real image is symmetric.
-        spectrum = torch.fft.rfft2(x) * (over_pixels(gain) * kept)
-        return torch.fft.irfft2(spectrum, s=x.shape[2:])
+        wide = x.float() if x.itemsize < 4 else x  # halves have no transform on CPUs
+        spectrum = torch.fft.rfft2(wide) * (over_pixels(gain) * kept)
+        return torch.fft.irfft2(spectrum, s=x.shape[2:]).to(x)
 
 
 def jpeg(

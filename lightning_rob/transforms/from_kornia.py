@@ -30,6 +30,10 @@ class FromKornia(Transform):
     def __post_init__(self) -> None:
         super().__post_init__()
         kind = type(self.augmentation)
+        if any(base.__name__.startswith("MixAugmentation") for base in kind.__mro__):
+            raise ValueError(
+                f"{kind.__name__} mixes images of a batch, and a defense predicts each by itself"
+            )
         if not any(base.__module__.startswith("kornia.augmentation.") for base in kind.__mro__):
             raise TypeError(
                 "transforms are those of lightning_rob.transforms and kornia.augmentation, got "
@@ -46,6 +50,10 @@ class FromKornia(Transform):
         """Whether a gradient reaches the image, found out on an image of noise."""
         generator = torch.Generator().manual_seed(0)
         x = torch.rand(1, 3, 32, 32, generator=generator)
+        with own_streams(0):
+            y = self.augmentation(x)
+        if isinstance(y, Tensor) and y.dim() == 4:  # it may be made for images of one size
+            x = torch.rand(y.shape, generator=generator)
         weights = torch.rand(x.shape, generator=generator)
         with torch.inference_mode(False), torch.enable_grad():
             for seed in range(PROBES):

@@ -132,7 +132,7 @@ class Pepper(Specks):
 
 
 class Erase(AlphaTransform):
-    """Blacken a rectangle (Zhong et al. 2020) of at most a share alpha of the image."""
+    """Blacken a rectangle (Zhong et al. 2020) of at most a share max(0.02, alpha) of the image."""
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
         """(box [B, 4] int64: top, left, height, width in pixels, within the image)."""

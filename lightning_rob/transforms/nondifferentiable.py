@@ -5,6 +5,7 @@ robustness. The ranges are those of the paper's study of BaRT (Raff et al. 2019)
 """
 
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from lightning_rob.randomness import Generator
 from lightning_rob.transforms.base import (
+    EPS,
     NumpyImage,
     NumpyTransform,
     Transform,
@@ -34,6 +36,7 @@ class AdaptiveHistogram(NumpyTransform):
 
     clip: tuple[float, float] = (0.01, 0.04)
     regions: int = 8
+    limits = (("clip", 0, 1), ("regions", 1, inf))
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
         """(clip [B], a share of the contrast, uniform in the range)."""
@@ -54,6 +57,7 @@ class EqualizeHistogram(NumpyTransform):
     """
 
     bins: tuple[int, int] = (40, 256)
+    limits = (("bins", 1, inf),)
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
         """(bins [B] int64, uniform in the range)."""
@@ -75,6 +79,7 @@ class ContrastStretch(Transform):
 
     tail: float = 0.04
     differentiable = False
+    limits = (("tail", 0, 0.5),)
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor, Tensor]:
         """(black [B], white [B]: shares of the pixels, U(0, tail))."""
@@ -100,6 +105,7 @@ class ChambolleDenoise(NumpyTransform):
     """
 
     weight: tuple[float, float] = (0.6, 1.15)
+    limits = (("weight", EPS, inf),)
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
         """(weight [B], uniform in the range; the larger, the smoother)."""
@@ -119,6 +125,7 @@ class HardPrecision(Transform):
 
     steps: tuple[int, int] = (8, 200)
     differentiable = False
+    limits = (("steps", 1, inf),)
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
         """(steps [B, C], integral, uniform in the range)."""

@@ -16,6 +16,7 @@ from lightning_rob.defenses import (
     is_transform_ensemble,
     random_transforms_in,
 )
+from lightning_rob.defenses.urejectron import URejectron
 from lightning_rob.randomness import Streams, normal
 from lightning_rob.rules import VOTING_RULES, mean_probs
 
@@ -105,6 +106,13 @@ def test_mixture_lays_draws_side_by_side():
     assert defense.classifiers == [*pair.classifiers, *one.classifiers]
     expected = 0.4 * pair(x) + 0.6 * one(x)
     torch.testing.assert_close(defense(x), expected)
+
+
+def test_only_the_drawn_part_of_a_mixture_may_reject():
+    rejecting = URejectron(net(0), source=(images(), torch.zeros(len(images())).long()))
+    Mixture([rejecting, rejecting])
+    with pytest.raises(ValueError, match="which only the rule random_member uses"):
+        Mixture([rejecting, rejecting], rule=mean_probs)
 
 
 def test_mixture_hands_the_generator_on():

@@ -12,7 +12,7 @@ from lightning_rob.attacks import GMSA, PGD
 from lightning_rob.defenses import Single
 from lightning_rob.defenses.rmc import RMC, FeatureStore, features, nearest, split, stops
 from lightning_rob.defenses.transductive import Source
-from lightning_rob.nets import LeNet, SmallCNN
+from lightning_rob.nets import AthenaCNN, LeNet, SmallCNN
 from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
 from tests.attacks.common import seeded
@@ -76,6 +76,7 @@ def test_duplicates_far_from_the_origin_come_in_their_order():
         (TinyNet(), torch.rand(5, 3, 8, 8), "last"),
         (LeNet(), torch.rand(5, 1, 28, 28), "head.3"),
         (SmallCNN(), torch.rand(5, 1, 16, 16), "linear"),
+        (AthenaCNN(hidden=8), torch.rand(5, 1, 28, 28), "linear"),
     ],
 )
 def test_features_are_what_the_last_linear_layer_is_given(net, x, last):

@@ -15,6 +15,7 @@ from lightning_rob import (
     RobustEval,
     Single,
     Threat,
+    TransformEnsemble,
     evaluate,
 )
 from lightning_rob.attacks import Square, SurrogateTransforms
@@ -23,7 +24,7 @@ from lightning_rob.defenses.known_noise import KnownNoise, drawn_parts
 from lightning_rob.evaluation.evaluator import Evaluator
 from lightning_rob.evaluation.protocol import PREDICT
 from lightning_rob.randomness import Streams, normal
-from lightning_rob.rules import majority
+from lightning_rob.rules import majority, random_member
 from tests.attacks.common import Hyperplane
 from tests.schema import checked
 
@@ -86,6 +87,18 @@ def test_images_without_noise_count_too():
     found = evaluate(OnBright(NET), WEAK, [(x, y)], known_noise=True, group_size=10, progress=False)
     assert found.rows.known_noise.isnan().any() and found.known_noise.n == 40
     assert found.known_noise.accuracy <= found.accuracy("pgd")
+
+
+@pytest.mark.parametrize(
+    "defense",
+    [
+        TransformEnsemble([NET, NET], ["rotate_90", "noise_gaussian"], random_member),
+        RandomTransforms(NET, {"GaussianNoise": {"alpha": 0.3}}, 1, 4, random_member).eval(),
+    ],
+)
+def test_a_member_behind_a_random_transformation_is_drawn(defense):
+    found = evaluate(defense, WEAK, [images(8)], known_noise=True, checks=False, progress=False)
+    assert found.known_noise.accuracy <= found.accuracy("pgd") + 1e-6
 
 
 def test_the_member_that_predicts_is_attacked():

@@ -286,6 +286,16 @@ def test_two_linear_layers_in_evaluation_are_one():
     assert not torch.equal(net.train()(x), net(x))  # dropout
 
 
+def test_same_padding_of_odd_sides():
+    """As in TensorFlow, a stride of 2 rounds the sides up: 15 to 8, 8 to 4."""
+    net = WideResNet(10, 1, activation="silu", same=True).eval()
+    sides = []
+    for block in (net.block2, net.block3):
+        block.register_forward_hook(lambda _, __, out: sides.append(tuple(out.shape[2:])))
+    net(torch.rand(2, 3, 15, 16))
+    assert sides == [(8, 8), (4, 4)]
+
+
 IMPOSSIBLE = [
     *((partial(WideResNet, d), rf"depth must be 6n \+ 4 .*got {d}") for d in (4, 20, 29)),
     *((partial(ResNet, d), rf"depth must be 6n \+ 2 .*got {d}") for d in (2, 18, 21, 34)),

@@ -15,6 +15,11 @@ from lightning_rob.transforms import (
     VerticalFlip,
 )
 from lightning_rob.transforms.base import ROUNDING, Transform, clip, soft_modulo, soft_round
+from lightning_rob.transforms.nondifferentiable import (
+    AdaptiveHistogram,
+    ContrastStretch,
+    HardPrecision,
+)
 from lightning_rob.transforms.pool import pool
 from tests.transforms.inputs import generator, images
 
@@ -31,6 +36,9 @@ T = torch.linspace(-3.2, 3.2, 1281, dtype=torch.float64)
         (lambda: ColorPrecision(steps=[9, 8]), r"steps must be a range within \[1, 255\]"),
         (lambda: Swirl(radius=(1,)), r"radius must be a range within \[0, inf\], got \(1,\)"),
         (lambda: Swirl(strength=(2, 1)), r"strength must be a range within"),
+        (lambda: ContrastStretch(tail=4.0), r"tail must be in \[0, 0.5\], got 4"),
+        (lambda: HardPrecision(steps=(0, 0)), r"steps must be a range within \[1, inf\]"),
+        (lambda: AdaptiveHistogram(regions=0), r"regions must be in \[1, inf\], got 0"),
     ],
 )
 def test_arguments_out_of_range(make, message):

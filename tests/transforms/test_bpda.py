@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import kornia.augmentation as kornia
 import pytest
 import torch
 from torch import nn
@@ -10,7 +11,7 @@ from torch.nn.functional import batch_norm, conv2d
 from lightning_rob.attacks import PGD
 from lightning_rob.defenses import RandomTransforms
 from lightning_rob.threat import Threat
-from lightning_rob.transforms import FFT, Affine, Erase, Gamma, Swirl, VerticalFlip
+from lightning_rob.transforms import FFT, Affine, Erase, FromKornia, Gamma, Swirl, VerticalFlip
 from lightning_rob.transforms.bpda import (
     BPDANet,
     approximated,
@@ -220,6 +221,13 @@ def test_a_file_depends_on_transform_arguments_and_shape_but_not_on_p():
     places |= {place_of("f", *other).name for other in others}
     assert len(places) == 4
     assert place_of("f", Gamma(), (3, 8, 8)).name.startswith("Gamma_")
+
+
+def test_augmentations_of_kornia_have_networks_of_their_own(tmp_path):
+    kinds = [FromKornia(kornia.RandomPosterize(3, p=1.0)), FromKornia(kornia.RandomEqualize(p=1.0))]
+    for kind in kinds:
+        save_approximation(tmp_path, kind, [1, 6, 6], BPDANet(1, 1))
+    assert load_approximations(tmp_path, kinds).keys() == {"RandomPosterize", "RandomEqualize"}
 
 
 def test_missing_networks(tmp_path):

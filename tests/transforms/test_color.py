@@ -49,7 +49,9 @@ def plain_rgb_to_hsv(x):
     difference = difference.gather(1, largest[:, None])[:, 0]
     sextant = difference / torch.where(spread == 0, 1, spread) + 2 * largest
     hue = 2 * math.pi * soft_modulo(sextant / 6)
-    return torch.stack([hue, spread / value.clamp_min(1e-9), value], 1)
+    saturation = spread / value.clamp_min(1e-9)
+    level = saturation.detach() + 255 * (spread - spread.detach())  # the slope below one level
+    return torch.stack([hue, torch.where(value < 1 / 255, level, saturation), value], 1)
 
 
 def plain_hsv_to_rgb(x):

@@ -61,6 +61,9 @@ def test_other_modules_and_sizes_are_refused():
     x, crop = images(2), FromKornia(kornia.RandomCrop((8, 8)))
     with pytest.raises(ValueError, match=r"RandomCrop must keep the size of images, .*8, 8\]"):
         crop(x, *crop.sample(x, streams(0, 1)))
+    RandomTransforms(nn.Identity(), [kornia.RandomCrop((28, 28), padding=2)], 1, 1)
+    with pytest.raises(ValueError, match="RandomMixUpV2 mixes images of a batch"):
+        RandomTransforms(nn.Identity(), [kornia.RandomMixUpV2()], 1, 1)
     twice = [kornia.RandomErasing(), kornia.RandomErasing()]
     with pytest.raises(ValueError, match=r"can be there once, got two of RandomErasing"):
         RandomTransforms(nn.Identity(), twice, 1, 1)

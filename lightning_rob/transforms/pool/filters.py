@@ -97,7 +97,7 @@ class Entropy(NumpyTransform):
     """
 
     def apply(self, x: Tensor) -> Tensor:
-        return map_images(to_levels(x), self.transform_image)
+        return map_images(to_levels(x.clamp(0, 1)), self.transform_image)
 
     def transform_image(self, image: NumpyImage) -> NumpyImage:
         window = _disk(2)[None]
@@ -132,7 +132,7 @@ class SegmentBorders(NumpyTransform):
     """
 
     def apply(self, x: Tensor) -> Tensor:
-        return map_images(to_levels(x), self.transform_image) / WHITE
+        return map_images(to_levels(x.clamp(0, 1)), self.transform_image) / WHITE
 
     def transform_image(self, image: NumpyImage) -> NumpyImage:
         large, small = (_disk(radius)[None] > 0 for radius in (2, 1))
