@@ -212,7 +212,8 @@ def print_members(title: str, results: Sequence[Mapping[str, Any]]) -> None:
 def table_text(title: str, results: Iterable[Any], width: int = 120) -> str:
     """Return the table of accuracies as text."""
     file = io.StringIO()
-    print_table(title, results, Console(file=file, width=width))
+    console = Console(file=file, width=width, force_terminal=False, color_system=None)
+    print_table(title, results, console)
     return "\n".join(line.rstrip() for line in file.getvalue().rstrip("\n").split("\n"))
 
 

@@ -47,6 +47,7 @@ class RobustAudit(EvaluationCallback):
         **options: those of `EvaluationCallback`.
     """
 
+    alone = True
     target: AuditTarget  # of the current evaluation
     table: PerImage
 

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count, takewhile
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -46,6 +46,8 @@ class EvaluationCallback(Callback, ABC):
             normalization; attacks go through its gradient.
         dataloader_idx: number of the data loader that is evaluated; None refuses several.
     """
+
+    alone: ClassVar[bool] = False  # whether a run has one: its figures have one name
 
     def __init__(
         self,
@@ -149,6 +151,10 @@ class EvaluationCallback(Callback, ABC):
             raise ValueError(
                 "all callbacks of a run need the same unpack, preprocess and dataloader_idx: their "
                 "worst case is one number; evaluate other images in another run"
+            )
+        if self.alone and any(isinstance(one, type(self)) for one in earlier):
+            raise ValueError(
+                f"a run has one {name}, for Lightning would log the mean of two: test in turn"
             )
         # Attacks that no earlier callback runs, under names that none uses.
         taken: dict[str, tuple[Any, ...]] = {}

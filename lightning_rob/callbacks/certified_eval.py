@@ -35,6 +35,7 @@ class CertifiedEval(EvaluationCallback):
         **options: those of `EvaluationCallback`.
     """
 
+    alone = True
     smoothed: Smoothing  # of the current evaluation
     rows: PerImage
 

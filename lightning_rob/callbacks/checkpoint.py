@@ -148,6 +148,12 @@ class RobustCheckpoint(ModelCheckpoint):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
+        # Lightning forgets what was the best where the run goes on in another folder.
+        kept = {p: value for p, value in state_dict["best_k_models"].items() if Path(p).is_file()}
+        if kept and not self.best_k_models:
+            self.best_k_models = kept
+            for name in ("best_model_score", "kth_value", "kth_best_model_path"):
+                setattr(self, name, state_dict[name])
         if state_dict.get("epochs"):
             *self.best, self.latest = (EpochScores(*one[:3]) for one in state_dict["epochs"])
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 
 from lightning_rob.attacks import Attack
 from lightning_rob.callbacks.progress import console_of
@@ -42,6 +42,8 @@ class CorruptionEval(RobustEval):
         **options: options of `RobustEval`, such as `max_images`.
     """
 
+    alone = True
+
     def __init__(
         self,
         corruptions: Sequence[str] = CORRUPTIONS,
@@ -60,12 +62,6 @@ class CorruptionEval(RobustEval):
         if self.reference is not None:
             check_reference(self.corruptions, {len(self.severities)}, self.reference)
         self.figures: dict[str, float] = {}
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse a second callback: Lightning would log the mean of both, under one name."""
-        super().setup(trainer, pl_module, stage)
-        if any(isinstance(one, CorruptionEval) for one in self.earlier(trainer)):
-            raise ValueError("a run has one CorruptionEval: give it all corruptions")
 
     def log_more(self, pl_module: Any, stage: str) -> None:
         assert self.result is not None

@@ -286,13 +286,15 @@ class RobustCLI(LightningCLI):
     def before_fit(self) -> None:
         if self.limits and not self.config.get("test_after_fit"):
             raise InputError("--fail_under judges a test: add --test_after_fit=true")
+        self._check_limits("test")
         # Before a logger makes the run's folder.
         if isinstance(self.model, RobustModule):
             self.model.check_fit(self.trainer)
 
     def before_validate(self) -> None:
+        self._check_limits("val")
+        self.before_predict()
         if not self.config.get("ckpt_path"):
-            self.before_predict()
             return
         if getattr(self.line.options, "over", "") == "eps":
             return  # a sweep of radii attacks at all of them
@@ -307,19 +309,24 @@ class RobustCLI(LightningCLI):
             self._print(f"Radius: the attacks are at {', '.join(radii)}; the training was {why}")
 
     def before_predict(self) -> None:
+        if (path := self.config.get("ckpt_path")) in ("best", "last"):
+            raise InputError(f"{path} is a checkpoint of the fit that is running: name its file")
         if not self.config.get("ckpt_path"):
             self._print("No checkpoint is given: the weights are those that the recipe builds.")
 
     def before_test(self) -> None:
         self.before_validate()
+        self._check_limits("test")
+
+    def _check_limits(self, stage: str) -> None:
+        """Refuse a threshold for an attack that is not there: it would be missed after hours."""
         attacks = [name for name, _ in self._attacks()]
         known = {f"robust/{name}" for name in (*attacks, "worst", "clean", "blind", "findings")}
         callbacks: Any = self.trainer.callbacks  # type: ignore[attr-defined]
         if any(getattr(getattr(c, "settings", None), "known_noise", False) for c in callbacks):
             known.add("robust/known_noise")
-        # A threshold for an attack that is not configured would be found missing after hours.
         for name in self.limits if attacks else ():
-            short = name.removeprefix("test/")
+            short = name.removeprefix(f"{stage}/")
             if short.startswith("robust/") and short not in known:
                 attack = short.removeprefix("robust/")
                 raise InputError(f"no attack is called {attack!r}: {', '.join(attacks)}, worst")

@@ -26,6 +26,7 @@ from lightning_rob.recipes.safe_yaml import (
 from lightning_rob.recipes.shipped import find_checkpoint, find_recipe, shipped_folder
 from lightning_rob.recipes.trust import OPTION, VARIABLE
 from lightning_rob.runtime.errors import InputError, nearest
+from lightning_rob.runtime.files import is_file
 
 NAMED = ("best", "last", "hpc", "null", "")  # checkpoints that are no files
 CONFIG = ("--config", "-c")
@@ -142,10 +143,13 @@ def _read_argument(arg: str, known: set[str]) -> tuple[str, dict[str, Any]]:
         return f"{option}={file or value}", _read_config(value, file, known)
     if option == "--trainer.callbacks+":
         # A list or mapping; a name stays as it is.
-        content = load(value) if re.search(r"[\n{[]|: ", value) else value
+        is_yaml = re.search(r"[\n{[]|: ", value) and not is_file(value)
+        content = load(value) if is_yaml else value
         return f"{option}={one_line(expand(content, Path()))}", {}
     if option == "--ckpt_path":
         return f"{option}={find_checkpoint(value)}", {}
+    if re.search(r"(root|dir|dirpath|path|name|version|weights)$", option):
+        return arg, {}  # a folder such as 2026/11 is no fraction
     # jsonargparse gives `--trainer.callbacks.eps` to the callback that was added last.
     return parse_fraction_arg(arg), {}
 

@@ -16,7 +16,7 @@ from lightning_rob.cli.options import join_values, option_types, parse_own
 from lightning_rob.commands.config import SpreadConfig
 from lightning_rob.commands.report.runs import AttackResult, find_runs
 from lightning_rob.runtime.errors import Fault, InputError, visible
-from lightning_rob.runtime.files import atomic_write_text
+from lightning_rob.runtime.files import atomic_write_text, is_file
 from lightning_rob.runtime.spread import ending_children, run_child, spread
 from lightning_rob.tables import literal
 
@@ -69,7 +69,7 @@ def fit_seeds(args: Sequence[str]) -> None:
     ]
     # Other options or another recipe are another experiment: its trainings must not count as done.
     values = [arg.partition("=")[2] for arg in rest]
-    files = [Path(value) for value in values if _is_file(value)]
+    files = [Path(value) for value in values if is_file(value)]
     known = json.dumps([rest, [path.read_text("utf-8", "replace") for path in files]])
     digest = hashlib.sha256(known.encode()).hexdigest()[:8]
     folder = Path("logs") / "_".join([*recipes, "seeds", digest])
@@ -81,13 +81,6 @@ def fit_seeds(args: Sequence[str]) -> None:
         _summarize(folder, config.numbers)
     if failed:
         raise Fault(f"seeds {', '.join(map(str, failed))} failed; the same command goes on")
-
-
-def _is_file(value: str) -> bool:
-    try:
-        return Path(value).is_file()
-    except OSError:  # longer than any name
-        return False
 
 
 def _trained(folder: Path, seed: int, rest: Sequence[str]) -> bool:

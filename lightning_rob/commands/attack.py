@@ -1,5 +1,6 @@
 """`lightning-rob attack`: attack a checkpoint by what its defense calls for."""
 
+import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -60,5 +61,5 @@ def run(config: AttackConfig, built: "Run") -> None:
         print(found[0])
         if folder := writing_folder(built.trainer):
             atomic_write_text(folder / "found.yaml", found[0].recipe)
-            print(f"As a plug-in: --trainer.callbacks+={folder / 'found.yaml'}")
+            print(f"As a plug-in: --trainer.callbacks+={shlex.quote(str(folder / 'found.yaml'))}")
         print(f"In Python: {found[0].attack}")

@@ -108,6 +108,8 @@ def run(config: CertifyConfig, built: "Run") -> bool:
         )
         for radius in radii[1:]
     }
+    if config.out:
+        config.out.mkdir(parents=True, exist_ok=True)  # before the work
     with without_reporting(built.trainer) as (_, others):
         target = partial(smoothed_by, sigma=config.sigma)
         attack = Measurement(attacks, target, settings, built.inputs)

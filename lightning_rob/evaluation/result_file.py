@@ -116,10 +116,10 @@ def read_result_file(path: Path | str) -> ResultFile:
         raise FileNotFoundError(f"there is no record {path}: name a CSV file in images/ of a run")
     try:
         check_regular(card_path)
-        card = json.loads(card_path.read_text())
+        card = json.loads(card_path.read_text("utf-8"))
         if card["schema"] != SCHEMA:
             raise ValueError(f"its schema is {card['schema']}, this version reads {SCHEMA}")
-        with path.open(newline="") as file:
+        with path.open(newline="", encoding="utf-8") as file:
             head, *lines = list(csv.reader(file))
         head = list(map(name_of, head))
         columns = {name: [line[head.index(name)] for line in lines] for name in head}

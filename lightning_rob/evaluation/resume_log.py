@@ -47,7 +47,7 @@ class ResumeLog:
         found = sorted(folder.glob("*.jsonl")) if folder else []
         self.read = [path for path in found if path.is_file()]
         for path in self.read:
-            for text in path.read_text(errors="replace").splitlines():
+            for text in path.read_text("utf-8", "replace").splitlines():
                 with suppress(ValueError, KeyError):  # a kill may have broken off the last one
                     line = json.loads(text)
                     parts = (torch.tensor(line[field]) for field in BatchOutcome._fields)
@@ -80,7 +80,7 @@ class ResumeLog:
             exact = values if field == "predictions" else values.float()
             fields[field] = exact.tolist()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a") as file:
+        with self.path.open("a", encoding="utf-8") as file:
             # The line break comes first, so that a line broken off before spoils no other.
             file.write("\n" * (file.tell() > 0) + json.dumps(fields))
             file.flush()  # and wait: what is on the disk outlives a kill of the machine

@@ -73,9 +73,17 @@ def append_whole(file: IO[bytes], content: bytes) -> None:
         raise
 
 
+def is_file(value: str) -> bool:
+    """Return whether a text names a file."""
+    try:
+        return Path(value).is_file()
+    except (OSError, ValueError):  # longer than any name, or with a null byte
+        return False
+
+
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of a file of JSON lines, if there is one; skip a line that was cut off."""
-    for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
+    for line in path.read_text("utf-8", "replace").splitlines() if path.is_file() else ():
         try:
             content = json.loads(line)
         except (ValueError, RecursionError):

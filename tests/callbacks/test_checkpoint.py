@@ -85,6 +85,8 @@ def test_resuming_from_its_checkpoints_is_exact(kept, tmp_path, epoch):
     assert same_weights(weights(expected), weights(resumed))
     a, b = (state(path, "RobustEarlyStopping") for path in (expected, resumed))
     assert a["wait_count"] == b["wait_count"] and torch.equal(a["best_score"], b["best_score"])
+    a, b = (state(path, "RobustCheckpoint")["best_model_score"] for path in (expected, resumed))
+    assert torch.equal(a, b)  # also of an epoch before, in another folder
     verdicts = [
         checked((folder / "run/version_0/overfitting.jsonl").read_text())
         for folder in (kept, tmp_path)

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_rob import PGD, CorruptionEval, RobustEval, Threat, evaluate
+from lightning_rob import PGD, CorruptionEval, RobustAudit, RobustEval, Threat, evaluate
 from lightning_rob.attacks import CommonCorruption
+from lightning_rob.callbacks import CertifiedEval
 from lightning_rob.defenses import Single
 from lightning_rob.evaluation import common_corruptions, corruption_table
 from lightning_rob.metrics import corruption_error
@@ -97,5 +98,7 @@ def test_refuses(options, message):
 
 
 def test_two_callbacks_are_refused(package):
-    with pytest.raises(ValueError, match="a run has one CorruptionEval: give it all corruptions"):
-        logged_by(CorruptionEval(["darker"], [1]), CorruptionEval(["grainy"], [1]))
+    darker = {"corruptions": ["darker"]}
+    for kind, options in ((CorruptionEval, darker), (RobustAudit, {}), (CertifiedEval, {})):
+        with pytest.raises(ValueError, match=f"a run has one {kind.__name__}, for Lightning would"):
+            logged_by(kind(**options), kind(**options))

@@ -526,6 +526,10 @@ def test_ctrl_c_ends_it_with_130_and_a_second_monitor_is_refused(trained, watche
     os.kill(child, signal.SIGINT)
     assert code_of(child) == 130
     assert monitor(trained, watched, "--once") == 0 and evaluated(watched) == [EPOCHS[0]]
+    record.write_text(record.read_text().replace('"schema": 1', '"schema": 2'))
+    before = record.read_bytes()
+    assert monitor(trained, watched, "--once") == 2 and record.read_bytes() == before
+    assert "has schema 2, this version writes 1" in capsys.readouterr().err
 
 
 def test_a_suite_of_its_own_where_none_is_given(trained, watched, put):

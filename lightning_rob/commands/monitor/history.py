@@ -10,7 +10,7 @@ from typing import IO, Any
 
 from lightning_rob.commands.monitor.scores import ScoreFiles
 from lightning_rob.evaluation.findings import FLAGGED
-from lightning_rob.evaluation.records import SESSION, with_schema
+from lightning_rob.evaluation.records import SCHEMA, SESSION, with_schema
 from lightning_rob.runtime.files import append_whole
 
 Fields = dict[str, Any]
@@ -58,7 +58,14 @@ class History:
                 fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # A kill may have left a part of a group of lines, which is cut off.
             self.file.seek(0)
-            self.lines, end = _whole_groups(self.file.read())
+            content = self.file.read()
+            schemas = {str(line.get("schema", SCHEMA)) for line in _objects(content)}
+            if others := sorted(schemas - {str(SCHEMA)}):
+                raise ValueError(
+                    f"{self.path} has schema {', '.join(others)}, this version writes {SCHEMA}: "
+                    "choose another --out"
+                )
+            self.lines, end = _whole_groups(content)
             self.file.truncate(end)
             os.fsync(self.file.fileno())
         except BaseException as error:
@@ -118,6 +125,13 @@ def alarm_after(alarm: Fields | None, event: Fields) -> Fields | None:
         return event | {"position": position}
     later = alarm and event["event"] == "evaluated" and event["position"] >= alarm["position"]
     return None if later else alarm
+
+
+def _objects(content: bytes) -> Iterator[Fields]:
+    for text in content.splitlines():
+        with suppress(ValueError):
+            if isinstance(line := json.loads(text), dict):
+                yield line
 
 
 def _whole_groups(content: bytes) -> tuple[list[Fields], int]:

@@ -158,7 +158,8 @@ def find_runs(paths: Sequence[str | Path]) -> list[Run]:
             folders.setdefault(folder.resolve(), folder)
     runs = []
     for run in map(read_run, folders.values()):
-        if run.evaluations.by_stage or run.votes or run.monitor or run.audit or run.pictures:
+        records = run.evaluations.by_stage or run.votes or run.certified or run.overfitting
+        if records or run.monitor or run.audit or run.pictures:
             runs.append(run)
     if not runs:
         searched = ", ".join(map(str, paths))
@@ -222,7 +223,7 @@ def _last(records: Iterable[Fields], *names: str) -> list[Fields]:
 
 def _text(path: Path) -> str:
     # A pipe of this name would never end.
-    return path.read_text(errors="replace") if path.is_file() else ""
+    return path.read_text("utf-8", "replace") if path.is_file() else ""
 
 
 def _mapping(text: str, load: Callable[[str], Any]) -> Fields:

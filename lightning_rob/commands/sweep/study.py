@@ -36,6 +36,7 @@ def run(config: SweepConfig, built: Run) -> None:
     weights = fingerprint(built.defense)
     name = Path(built.checkpoint).stem if built.checkpoint else type(built.model).__name__
     folder = config.out or Path("sweeps") / f"{name}_{weights[:8]}_{config.over}"
+    folder.mkdir(parents=True, exist_ok=True)  # before the work
     with without_reporting(built.trainer) as (callbacks, others):
         for callback in callbacks:
             callback.setup(built.trainer, built.model, "test")  # renames clashing attacks

@@ -85,7 +85,8 @@ class SweepTable:
         """Print the table, intervals below the accuracies, and write it as Markdown."""
         Console().print(self._table("\n"))
         text = io.StringIO()
-        Console(file=text, width=1000).print(self._table(" "))
+        plain = Console(file=text, width=1000, force_terminal=False, color_system=None)
+        plain.print(self._table(" "))
         atomic_write_text(path, text.getvalue())
 
     def _table(self, gap: str) -> Table:

@@ -137,7 +137,7 @@ def write_outcome(study: Study, run: Run, folder: Path) -> None:
         table.add_row(key, f"{low:g} … {high:g}", *values)
     Console().print(table)
 
-    header = f"# Trial {best.number} of: {run.command}\n"
+    header = f"# Trial {best.number} of: {visible(run.command)}\n"
     header += f"# Pruned: {', '.join(dropped)}\n" if dropped else ""
     path = folder / "best.yaml"
     atomic_write_text(path, header + yaml.safe_dump(recipe, sort_keys=False))
