@@ -3,22 +3,26 @@
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import fmean
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rich.console import Console
 from rich.table import Table
 
 from lightning_rob.cli.options import join_values, option_types, parse_own
 from lightning_rob.commands.config import SpreadConfig
+from lightning_rob.commands.report.blocks import WHOLE
 from lightning_rob.commands.report.runs import AttackResult, find_runs
+from lightning_rob.commands.thresholds import parse_thresholds, violations
+from lightning_rob.recipes.plugins import expand_recipe
+from lightning_rob.recipes.safe_yaml import load
 from lightning_rob.runtime.errors import Fault, InputError, visible
 from lightning_rob.runtime.files import atomic_write_text, is_file
 from lightning_rob.runtime.spread import ending_children, run_child, spread
-from lightning_rob.tables import literal
+from lightning_rob.tables import CLEAN, literal
 
 
 @dataclass(frozen=True)
@@ -60,17 +64,20 @@ def fit_seeds(args: Sequence[str]) -> None:
     joined = join_values(args, option_types(SeedsConfig))
     names = {one.name for one in fields(SeedsConfig)}
     own = [arg for arg in joined if arg.removeprefix("--").partition("=")[0] in names]
-    rest = [arg for arg in joined if arg not in own]
+    # Here, for a part or a training would end with the code of a fault.
+    limits = [arg for arg in joined if arg.startswith("--fail_under=")]
+    rest = [arg for arg in joined if arg not in (*own, *limits)]
     if taken := [arg for arg in rest if arg.startswith(("--seed_everything", "--trainer.logger"))]:
         raise InputError(f"--seeds sets seeds and folders: leave out {taken[0]}")
     config = parse_own("fit", SeedsConfig, own)
+    thresholds = parse_thresholds(limits[-1].partition("=")[2]) if limits else {}
     recipes = [
         Path(arg.partition("=")[2]).stem for arg in rest if arg.startswith(("--config", "-c"))
     ]
     # Other options or another recipe are another experiment: its trainings must not count as done.
     values = [arg.partition("=")[2] for arg in rest]
     files = [Path(value) for value in values if is_file(value)]
-    known = json.dumps([rest, [path.read_text("utf-8", "replace") for path in files]])
+    known = json.dumps([rest, *map(_content, files)], default=str)
     digest = hashlib.sha256(known.encode()).hexdigest()[:8]
     folder = Path("logs") / "_".join([*recipes, "seeds", digest])
     if config.processes:
@@ -81,6 +88,31 @@ def fit_seeds(args: Sequence[str]) -> None:
         _summarize(folder, config.numbers)
     if failed:
         raise Fault(f"seeds {', '.join(map(str, failed))} failed; the same command goes on")
+    if config.part is None and _below(folder, config.numbers, thresholds):
+        raise SystemExit(1)
+
+
+def _below(folder: Path, seeds: Sequence[int], thresholds: Mapping[str, float]) -> bool:
+    """Print the figures of each seed that are beyond a limit; return whether there are any."""
+    lines = []
+    for seed in seeds:
+        found = [one for one in tested(folder, seed) if one.target == WHOLE]
+        figures = {f"test/robust/{one.name}": one.accuracy for one in found}
+        if (clean := figures.get(f"test/robust/{CLEAN}")) is not None:
+            figures["test/acc"] = clean
+        lines += [f"seed {seed}: {line}" for line in violations(thresholds, figures, "test")]
+    for line in lines:
+        print(visible(f"lightning-rob: {line}"), file=sys.stderr)
+    return bool(lines)
+
+
+def _content(path: Path) -> Any:
+    """Return the text of a file, and a recipe with the plug-ins that it lists."""
+    text = path.read_text("utf-8", "replace")
+    try:
+        return text, expand_recipe(load(text), Path.cwd())
+    except (InputError, OSError):  # no YAML; or the training refuses it
+        return text
 
 
 def _trained(folder: Path, seed: int, rest: Sequence[str]) -> bool:

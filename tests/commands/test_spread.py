@@ -88,6 +88,9 @@ def test_two_seeds_and_their_mean(tmp_path, monkeypatch, capfd):
     capfd.readouterr()
     run(*line)  # nothing is left to train
     assert "2 trainings" in capfd.readouterr().out
+    assert exit_code(*line, "--fail_under", "apgd=0") == 0
+    assert exit_code(*line, "--fail_under", "apgd=1") == 1
+    assert "seed 0: apgd is " in capfd.readouterr().err
     assert before == sorted(tmp_path.rglob("*.ckpt"))
     line = refused(capfd, "fit", "--seeds", "3", "--config", "recipe.yaml")
     assert "--seeds takes two seeds or more" in line
@@ -135,10 +138,13 @@ def test_a_run_without_a_record_is_not_tested(tmp_path):
 def test_a_changed_recipe_is_another_experiment(tmp_path, monkeypatch):
     folders = []
     monkeypatch.setattr(seeds, "_trained", lambda folder, *_: folders.append(folder) or True)
-    for text in ("a: 1", "a: 2"):
+    (tmp_path / "mine.yaml").write_text("class_path: A")
+    listed = "trainer: {callbacks+: [mine.yaml]}"
+    for text, plug_in in (("a: 1", "A"), ("a: 2", "A"), (listed, "A"), (listed, "B")):
         (tmp_path / "my recipe.yaml").write_text(text)
+        (tmp_path / "mine.yaml").write_text(f"class_path: {plug_in}")
         seeds.fit_seeds(["--seeds=0,1", "--config", "my recipe.yaml"])
-    assert folders[0] == folders[1] != folders[2] == folders[3]
+    assert folders[::2] == folders[1::2] and len({*folders}) == 4
 
 
 @pytest.mark.slow
