@@ -286,13 +286,13 @@ class RobustCLI(LightningCLI):
     def before_fit(self) -> None:
         if self.limits and not self.config.get("test_after_fit"):
             raise InputError("--fail_under judges a test: add --test_after_fit=true")
-        self._check_limits("test")
+        self._check_limits()
         # Before a logger makes the run's folder.
         if isinstance(self.model, RobustModule):
             self.model.check_fit(self.trainer)
 
     def before_validate(self) -> None:
-        self._check_limits("val")
+        self._check_limits()
         self.before_predict()
         if not self.config.get("ckpt_path"):
             return
@@ -314,11 +314,9 @@ class RobustCLI(LightningCLI):
         if not self.config.get("ckpt_path"):
             self._print("No checkpoint is given: the weights are those that the recipe builds.")
 
-    def before_test(self) -> None:
-        self.before_validate()
-        self._check_limits("test")
+    before_test = before_validate
 
-    def _check_limits(self, stage: str) -> None:
+    def _check_limits(self) -> None:
         """Refuse a threshold for an attack that is not there: it would be missed after hours."""
         attacks = [name for name, _ in self._attacks()]
         known = {f"robust/{name}" for name in (*attacks, "worst", "clean", "blind", "findings")}
@@ -326,7 +324,7 @@ class RobustCLI(LightningCLI):
         if any(getattr(getattr(c, "settings", None), "known_noise", False) for c in callbacks):
             known.add("robust/known_noise")
         for name in self.limits if attacks else ():
-            short = name.removeprefix(f"{stage}/")
+            short = name.removeprefix("test/").removeprefix("val/")
             if short.startswith("robust/") and short not in known:
                 attack = short.removeprefix("robust/")
                 raise InputError(f"no attack is called {attack!r}: {', '.join(attacks)}, worst")

@@ -148,7 +148,7 @@ def _read_argument(arg: str, known: set[str]) -> tuple[str, dict[str, Any]]:
         return f"{option}={one_line(expand(content, Path()))}", {}
     if option == "--ckpt_path":
         return f"{option}={find_checkpoint(value)}", {}
-    if re.search(r"(root|dir|dirpath|path|name|version|weights)$", option):
+    if re.search(r"(root|dir|path|name|version|weights)$", option):
         return arg, {}  # a folder such as 2026/11 is no fraction
     # jsonargparse gives `--trainer.callbacks.eps` to the callback that was added last.
     return parse_fraction_arg(arg), {}

@@ -61,7 +61,7 @@ def drawn_parts(defense: Defense) -> Iterator[tuple[float, Defense]]:
     elif parts[0][1] is not defense:  # a mixture
         for share, part in parts:
             yield from ((share * inner, one) for inner, one in drawn_parts(part))
-    elif defense.resamples:  # one of many copies, which no two predictions share
+    elif defense.resamples:  # each prediction draws copies of its own, which the noise fixes
         yield 1.0, defense
     elif is_transform_ensemble(defense):  # whose transformations may be random
         yield from ((share, defense.one(i)) for i, share in enumerate(defense.weights.tolist()))

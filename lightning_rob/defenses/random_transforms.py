@@ -113,7 +113,7 @@ class RandomTransforms(Defense):
     def transformed(self, x: Tensor, generator: Generator = None, draws: int = 1) -> Tensor:
         """Transform images as the network sees them: [B, C, H, W] -> [draws, B, C, H, W]."""
         self._check_gradients(wanted=x.requires_grad and torch.is_grad_enabled())
-        # In half precision FFT fails, and random numbers that rank an order are often equal.
+        # In half precision random numbers that rank an order are often equal.
         copies = x.to(torch.promote_types(x.dtype, torch.float32)).repeat(draws, 1, 1, 1)
         # Each copy of an image has a stream of its own.
         generator = generator.split(draws) if isinstance(generator, Streams) else generator

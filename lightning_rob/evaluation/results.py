@@ -352,11 +352,8 @@ class EvaluationResult:
             first = next(in_ball, None)
             same = torch.equal(other.index, self.index) and other.joint == self.joint
             if first and same and not (other is self and name == first):
-                both = other._by_defender(first), self._by_defender(name)
-                same_draws = both[0].shape == both[1].shape
-                if not same_draws:  # other draws cannot be paired
-                    both = both[0].mean(1, True), both[1].mean(1, True)
-                compared = paired_over_draws(*both)
+                draws_of_both = other._by_defender(first), self._by_defender(name)
+                compared = paired_over_draws(*draws_of_both)
                 details["against"] = {"attack": first, **asdict(compared)}
             searches = any(part.smallest_norm for part in walk(attack))
             once = self.details.get("repeats", 1) == 1 and not (self.random or self.joint)

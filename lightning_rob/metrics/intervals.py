@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from statistics import NormalDist, fmean, stdev
+from statistics import NormalDist, fmean, stdev, variance
 
 import numpy as np
 from torch import Tensor
@@ -16,9 +16,9 @@ def wilson(mean: float, n: int, level: float = 0.95) -> tuple[float, float]:
     """Compute the score interval of a mean of n numbers in [0, 1] (Wilson 1927).
 
     It covers the truth with a probability of about `level`, and near 0 and 1 of less: of 0/1 scores
-    with 0.84 for n = 10 and 0.91 for n = 100; `clopper_pearson` always does. For the
-    expected accuracies of a randomized ensemble, which vary less than 0/1 scores of the same mean,
-    it is too wide rather than too narrow.
+    with 0.84 for n = 10 and 0.91 for n = 100; `clopper_pearson` always does. For the expected
+    accuracies of a randomized ensemble, which vary less than 0/1 scores of the same mean, it is too
+    wide rather than too narrow.
     """
     if n < 1:
         return 0.0, 1.0
@@ -122,34 +122,55 @@ def paired_over_draws(first: Tensor, second: Tensor) -> Paired:
 
     Such draws are a defender's private randomness. Differences vary with the images and with the
     draws: the test is a t test with the sum of both variances, where `paired` of the means over
-    draws is not less significant. With one draw it is `paired`, which leaves the draws out.
+    draws is not less significant. With one draw, or with other draws of each score, it is `paired`,
+    which leaves the draws out.
     """
-    from scipy.stats import t
-
     found = paired(first.mean(1), second.mean(1))
+    if first.shape != second.shape or min(first.shape) < 2:
+        return found
     gaps = (second - first).double()
-    if min(gaps.shape) < 2:
-        return found
-    parts = gaps.mean(1), gaps.mean(0)
-    error, freedom = combined((float(part.var()), len(part)) for part in parts)
-    if error == 0:
-        return found
-    p = max(found.p, float(2 * t.sf(abs(found.difference) / error, freedom)))
-    half, (low, high) = float(t.ppf(0.975, freedom)) * error, found.interval
+    mean = Estimate.of(found.difference, [gaps.mean(1).tolist(), gaps.mean(0).tolist()], found.p)
+    half, (low, high) = mean.half, found.interval
     interval = min(low, found.difference - half), max(high, found.difference + half)
-    return replace(found, interval=interval, p=p, test=f"{found.test} and t over draws")
+    return replace(found, interval=interval, p=mean.p, test=f"{found.test} and t over draws")
 
 
-def combined(parts: Iterable[tuple[float, int]]) -> tuple[float, float]:
-    """Return the standard error of a mean that varies for several reasons, and its freedom.
+@dataclass(frozen=True)
+class Estimate:
+    """A mean that varies for several reasons, with its standard error and degrees of freedom."""
 
-    The parts are the variance and the number of values for each reason; the degrees of freedom are
-    those of Welch and Satterthwaite.
-    """
-    squares = [(variance / count, count - 1) for variance, count in parts]
-    total = sum(square for square, _ in squares)
-    spread = sum(square**2 / freedom for square, freedom in squares)
-    return math.sqrt(total), total**2 / spread if spread > 0 else math.inf
+    mean: float
+    error: float
+    freedom: float
+    exact: float  # the p-value of the mean 0 over images alone, which holds for few and for skewed
+
+    @classmethod
+    def of(cls, mean: float, parts: Iterable[Sequence[float]], exact: float) -> "Estimate":
+        """Return it for the values by each reason, two or more, which are independent of others.
+
+        Variances add up; the degrees of freedom are those of Welch and Satterthwaite.
+        """
+        squares = [(variance(part) / len(part), len(part) - 1) for part in parts]
+        total = sum(square for square, _ in squares)
+        spread = sum(square**2 / freedom for square, freedom in squares)
+        freedom = total**2 / spread if spread > 0 else math.inf
+        return cls(mean, math.sqrt(total), freedom, exact)
+
+    @property
+    def p(self) -> float:
+        """The p-value of the mean 0, on both sides: the larger of the exact and the t test's."""
+        from scipy.stats import t
+
+        if self.error == 0:
+            return self.exact
+        return max(self.exact, float(2 * t.sf(abs(self.mean) / self.error, self.freedom)))
+
+    @property
+    def half(self) -> float:
+        """Half of the 95 % t interval."""
+        from scipy.stats import t
+
+        return float(t.ppf(0.975, self.freedom)) * self.error
 
 
 def paired_p(first: Tensor, second: Tensor) -> float:

@@ -103,7 +103,7 @@ def compared(pairs: Sequence[Pair]) -> list[Comparison]:
     comparisons = []
     for (name, one, other), test, p in zip(pairs, found, adjusted, strict=True):
         before, after = float(one.mean()), float(other.mean())
-        rises = (other - one).mean(1)
+        rises = other.mean(1) - one.mean(1)
         counts = int((rises < 0).sum()), int((rises > 0).sum()), len(rises)
         comparisons.append(Comparison(name, before, after, *counts, test, p))
     return comparisons
@@ -191,17 +191,16 @@ def _common(one: ResultFile, other: ResultFile, config: CompareConfig) -> Iterat
         for name, record in ((left, one), (right, other)):
             if name not in record.scores:
                 raise ValueError(f"{record.path} has no {name!r}: {', '.join(record.scores)}")
-        both = one.by_defender(left)[first], other.by_defender(right)[second]
-        # Other draws cannot be paired.
-        yield left, *(both if both[0].shape == both[1].shape else (s.mean(1, True) for s in both))
+        yield left, one.by_defender(left)[first], other.by_defender(right)[second]
 
 
 def _legend(found: Sequence[Comparison]) -> str:
     tests = " or ".join(dict.fromkeys(comparison.paired.test for comparison in found))
-    legend = f"{found[0].images} images; interval: {tests}, 95 %"
-    legend += f" of each alone; p: two-sided, by Holm over {len(found)}" * (len(found) > 1)
-    legend += "; p: two-sided" * (len(found) == 1)
-    return f"{legend}; lost, won: images whose score fell, rose"
+    legend = f"interval: {tests}, 95 %; p: two-sided"
+    if len(found) > 1:
+        legend = f"interval: {tests}, 95 % of each alone; p: two-sided, by Holm over {len(found)}"
+    images = f"{found[0].images} images"
+    return f"{images}; {legend}; lost, won: images whose score fell, rose"
 
 
 def print_comparison(title: str, found: Sequence[Comparison]) -> None:

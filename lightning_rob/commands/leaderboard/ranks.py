@@ -1,51 +1,33 @@
 """Ranks of defenses with intervals, from the scores of some trainings on the same images."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.stats import kendalltau, t
+from scipy.stats import kendalltau
 
 from lightning_rob.comparisons import holm
-from lightning_rob.metrics.intervals import combined, paired_p
+from lightning_rob.metrics.intervals import Estimate, paired_p
 
 LEVEL = 0.05
 RESAMPLES = 1000
 Array = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """A mean over trainings and images, with its standard error and degrees of freedom."""
-
-    mean: float
-    error: float
-    freedom: float
-    exact: float  # the p-value of the mean 0 over images alone, which holds for few and for skewed
-
-    @property
-    def p(self) -> float:
-        """The p-value of the mean 0, on both sides: the larger of the exact and the t test's."""
-        if self.error == 0:
-            return self.exact
-        return max(self.exact, float(2 * t.sf(abs(self.mean) / self.error, self.freedom)))
-
-
 def difference(first: Array, second: Array) -> Estimate:
     """Estimate the mean difference of scores [trainings, N] on the same images.
 
     Both sources count: trainings vary, by themselves for each defense, and the images are a sample.
-    See `combined`. Where nearly all images have the
-    same difference the t test finds differences that do not exist, and `paired_p` decides.
+    Where nearly all images have the same difference the t test finds differences that do not exist,
+    and `paired_p` decides.
     """
     of_images = first.mean(0) - second.mean(0)
     by_training = [group.mean(1) for group in (first, second) if len(group) > 1]
-    error, freedom = combined((part.var(ddof=1), len(part)) for part in (of_images, *by_training))
+    parts = [part.tolist() for part in (of_images, *by_training)]
     exact = paired_p(*(torch.from_numpy(group.mean(0)) for group in (first, second)))
-    return Estimate(float(of_images.mean()), error, freedom, exact)
+    return Estimate.of(float(of_images.mean()), parts, exact)
 
 
 def ranks(scores: Sequence[Array]) -> list[tuple[int, int]]:

@@ -204,12 +204,12 @@ class Submission:
         """Find whether the scores are of this model; attack some images again if asked for."""
         if not self.scores:
             return
-        for norm in () if defense.transductive else self.scores["norms"]:
+        x, _, index = batches[0]
+        random = defense.transductive or is_random(working_copy(defense), x[:TRIED], index[:TRIED])
+        for norm in () if random else self.scores["norms"]:
             found = self.scores["norms"][norm]
             above = zip(found["images"][WORST], found["images"][USUAL], strict=False)
-            x, _, index = batches[0]
-            random = is_random(working_copy(defense), x[:TRIED], index[:TRIED])
-            if not random and any(worst > usual + TIE for worst, usual in above):
+            if any(worst > usual + TIE for worst, usual in above):
                 self.reasons.append(f"{WORST} within {norm} is above {USUAL}, one of its attacks")
         if self.scores.get("weights") != fingerprint(defense):
             self.reasons.append(OTHER)

@@ -58,14 +58,12 @@ class History:
                 fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # A kill may have left a part of a group of lines, which is cut off.
             self.file.seek(0)
-            content = self.file.read()
-            schemas = {str(line.get("schema", SCHEMA)) for line in _objects(content)}
+            self.lines, end, schemas = _whole_groups(self.file.read())
             if others := sorted(schemas - {str(SCHEMA)}):
                 raise ValueError(
                     f"{self.path} has schema {', '.join(others)}, this version writes {SCHEMA}: "
                     "choose another --out"
                 )
-            self.lines, end = _whole_groups(content)
             self.file.truncate(end)
             os.fsync(self.file.fileno())
         except BaseException as error:
@@ -127,15 +125,8 @@ def alarm_after(alarm: Fields | None, event: Fields) -> Fields | None:
     return None if later else alarm
 
 
-def _objects(content: bytes) -> Iterator[Fields]:
-    for text in content.splitlines():
-        with suppress(ValueError):
-            if isinstance(line := json.loads(text), dict):
-                yield line
-
-
-def _whole_groups(content: bytes) -> tuple[list[Fields], int]:
-    """Return the lines up to the last event, and the position where that ends."""
+def _whole_groups(content: bytes) -> tuple[list[Fields], int, set[str]]:
+    """Return the lines up to the last event, where that ends, and the schemas of all lines."""
     lines: list[Fields] = []
     end = place = kept = 0
     for text in content.splitlines(keepends=True):
@@ -146,7 +137,7 @@ def _whole_groups(content: bytes) -> tuple[list[Fields], int]:
                 lines.append(line)
                 if "event" in line:
                     kept, end = len(lines), place
-    return lines[:kept], end
+    return lines[:kept], end, {str(line.get("schema", SCHEMA)) for line in lines}
 
 
 def finding_count(lines: Sequence[Fields]) -> int:
