@@ -3,7 +3,18 @@
 import zlib
 
 import torch
-from broken.parts import EPS, THREAT, Broken, adversarial, ascend, cnn, fit, margin, on_net
+from broken.parts import (
+    EPS,
+    THREAT,
+    Broken,
+    adversarial,
+    ascend,
+    cnn,
+    digits,
+    fit,
+    margin,
+    on_net,
+)
 from torch import nn
 from torch.nn.functional import cross_entropy, interpolate, pad, relu
 
@@ -325,6 +336,69 @@ class HashNoise(Broken):
         return ascend(self, fresh, x, y, 60, draws=10)
 
 
+class Detector(Broken):
+    """Reject images that a second network takes for attacks on the first one."""
+
+    paper = "Metzen et al. 2017"
+    weak_is = "PGD-20 on the network"
+    rejects = 10
+
+    def __init__(self):
+        super().__init__()
+        self.detect = cnn(1)
+
+    def fit(self):
+        fit(self.net)
+        attack = adversarial(self.net)
+
+        def loss(net, x, y):
+            noisy = (x + EPS * torch.randn_like(x).sign()).clamp(0, 1)
+            flags = torch.tensor([0.0, 0.0, 1.0]).repeat_interleave(len(x))
+            scores = net(torch.cat([x, noisy, attack(x, y)]))[:, 0]
+            return nn.functional.binary_cross_entropy_with_logits(scores, flags)
+
+        fit(self.detect, loss, 4)
+        with torch.no_grad():  # 3 % of other images are rejected
+            scores = self.detect(digits("train", 4000)[0][3500:])[:, 0]
+            self.detect[-1].bias -= scores.quantile(0.97)
+
+    def forward(self, x):
+        z = pad(self.net(x), (0, 1), value=-50.0)
+        z[self.detect(x)[:, 0] > 0] = 50.0 * torch.eye(11)[10]
+        return z
+
+    def weak(self, x, y):
+        return on_net(self.net, x, y)
+
+    def hand(self, x, y):
+        """Climb the margin of the network, and lower the detector's score to a threshold."""
+
+        def loss(z):
+            return margin(self.net(z), y).clamp_max(2) - self.detect(z)[:, 0].clamp_min(-2)
+
+        return ascend(self, loss, x, y, 60)
+
+
+class Cascade(Detector):
+    """Give images that a detector flags to a network that is trained adversarially."""
+
+    paper = "no paper"
+    rejects = None
+
+    def __init__(self):
+        super().__init__()
+        self.robust = cnn()
+
+    def fit(self):
+        super().fit()
+        fit(self.robust, change=adversarial(self.robust))
+
+    def forward(self, x):
+        z, flag = self.net(x), self.detect(x)[:, 0] > 0
+        z[flag] = self.robust(x[flag])
+        return z
+
+
 class Honest(Broken):
     """Train adversarially: nothing is hidden."""
 
@@ -386,4 +460,5 @@ LATER = [
     DefensiveQuantization,
     HashNoise,
 ]
+GUARDED = [Detector, Cascade]
 HONEST = [Honest, HonestWide, HonestSmoothed]

@@ -20,7 +20,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from broken.later import HONEST, LATER
+from broken.later import GUARDED, HONEST, LATER
 from broken.parts import EPS, THREAT, digits, left, trained
 from broken.tramer import TRAMER
 from climb import counted
@@ -28,7 +28,7 @@ from climb import counted
 from lightning_rob import Auto, AutoAttack
 from lightning_rob.runtime.errors import NoGradientError
 
-CASES = {case.__name__: case for case in (*TRAMER, *LATER, *HONEST)}
+CASES = {case.__name__: case for case in (*TRAMER, *LATER, *GUARDED, *HONEST)}
 
 
 def weak(net, x, y, passes):

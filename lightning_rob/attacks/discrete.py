@@ -126,8 +126,7 @@ def as_if_smooth(func: Any, name: str, args: Any, kwargs: dict[str, Any], out: A
                 *(args if hidden_source(first) is not None else (second, first, args[2]))
             )
         if name in ("masked_fill", "__setitem__"):
-            alike = getattr(second, "shape", None) == first.shape
-            return _chosen_by(second, args[2], first) if alike else None
+            return _chosen_by(second, args[2], first, rows=True)
         if name in COMPARES:
             return difference(name, _soft(first), _soft(second))
         if name in REMAINS:
@@ -159,14 +158,22 @@ def as_if_smooth(func: Any, name: str, args: Any, kwargs: dict[str, Any], out: A
     return _soft(first) if alike and not out.is_floating_point() else None
 
 
-def _chosen_by(condition: Any, a: Any, b: Any) -> Tensor | None:
-    """Return what is chosen by a condition with a slope; None if it has none, or for odd shapes."""
-    if hidden_source(condition) is None or (isinstance(a, Tensor) and a.dim() not in (0, b.dim())):
+def _chosen_by(condition: Any, a: Any, b: Any, rows: bool = False) -> Tensor | None:
+    """Return what is chosen by a condition with a slope; None if it has none, or for odd shapes.
+
+    Args:
+        rows: whether the condition may be one of rows of b, as in z[mask] = a.
+    """
+    if hidden_source(condition) is None:
         return None
+    soft = _soft(condition)
+    if rows:
+        each = (*condition.shape, *[1] * (b.dim() - condition.dim()))
+        condition, soft = condition.view(each), soft.view(each)
     taken = torch.where(condition, a, b)
     zeros = torch.zeros_like(taken).detach()
     change = ((zeros + a) - (zeros + b)).detach()
-    return taken + _soft(condition) * change.nan_to_num(0, 0, 0)  # where scores are masked by -inf
+    return taken + soft * change.nan_to_num(0, 0, 0)  # where scores are masked by -inf
 
 
 def _equal(name: str, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -25,6 +25,8 @@ AGREEING = 0.5  # correlation of both from which a slope is worth following
 OF_SEVERAL = (12, 0.6)  # moves and their length where several networks disagree
 REAL = 0.42  # share of the predicted change that is real, from which their slope is
 APART = 0.01  # of the lead of the largest logit, by which noise or another batch may change them
+DECISIONS = 8  # with one outcome an image, more of which are not held
+TURNED = 2  # of them that are tried with the next outcome alone
 MOST_PARTS = 2  # of a network, before which a surrogate takes the place of what is there
 SHRUNK = 0.3  # spread of the logits after a step, from which their scale hides where it leads
 
@@ -56,6 +58,7 @@ class Inspection:
         self.findings: list[str] = []
         self.entries: list[SurrogateGradient] = []  # with the identity before a part
         self.learners: list[SurrogateGradient] = []  # with a network in the place of a part
+        self.ways: list[SurrogateGradient] = []  # with decisions held, at its own outcomes first
         self.spent = 0  # passes of an image
 
     def views_through(self, base: SurrogateGradient, x: Tensor) -> list[SurrogateGradient]:
@@ -76,6 +79,8 @@ class Inspection:
             views += [view, replace(view, stages=stages)] if stages else [view]
         if any(view.stages for view in views):
             self.findings.append("values before the output that stand for logits")
+        self.ways = self._hold(replace(base, slopes=hard), x) if "rounding" in hard else []
+        views += self.ways[:1]
         parts = self._parts(x)
         alike = [name for name, same in parts.items() if same]
         if self.networks == 1:  # before the last one lies all that may hide
@@ -121,6 +126,23 @@ class Inspection:
                 change = float((self._logits(x[half]) - logits[:, half]).abs().max())
             self.together = change > least
             self.findings += ["predictions that depend on the batch"] if self.together else []
+
+    def _hold(self, view: SurrogateGradient, x: Tensor) -> list[SurrogateGradient]:
+        """Return surrogates with the decisions of an image held, at its own outcomes first."""
+        self.spent += self.networks
+        try:
+            scores = SeenThrough(self.defense, view).decisions(x, self.noise())
+        except (torch.OutOfMemoryError, FoldingError):
+            raise
+        except Exception:  # as in `_observed`
+            return []
+        if not 0 < len(scores) <= DECISIONS:
+            return []
+        self.findings.append("decisions with one outcome an image")
+        own = (0,) * len(scores)
+        turned = [(*own[:at], 1, *own[at + 1 :]) for at in range(len(own))][:TURNED]
+        turned.append((1,) * len(own))  # as where a prediction has to agree with another one
+        return [replace(view, held=ranks) for ranks in dict.fromkeys((own, *turned))]
 
     def _observed(self, view: SurrogateGradient, x: Tensor) -> tuple[set[Slope], tuple[int, ...]]:
         """Return the slopes met, and the places of the first values that stand for logits."""
@@ -200,8 +222,10 @@ class Inspection:
         self.spent += (3 + moves) * self.networks
         expected, real, noise = [], [], self.noise()
         with restricted_to(self.defense, rows):
-            with own_streams(self.seed, x.device), torch.no_grad():
-                scale = spread(seen.logits(x, self.noise()))
+            with own_streams(self.seed, x.device):
+                seen = seen.holding(x, y, self.noise())
+                with torch.no_grad():
+                    scale = spread(seen.logits(x, self.noise()))
             # Not the margin of the rule, whose slopes leave out how the members' scales change.
             margin = ObjectiveGradient(lambda z, weights, y: linear(z / scale, weights, y))
             with own_streams(self.seed, x.device):

@@ -47,6 +47,7 @@ LEARNING = 0.02  # share of the passes from which a network learns what lies bef
 COPIES, NOISE = 6, 0.3  # noisy copies for each step, and their noise as a share of the radius
 PAIRS = 5  # of opposite points, where the gradient is estimated from predictions
 COSTLY = ("queries", "copies", "pairs", "stand_in")  # of an attack that needs more passes
+HELD = 3  # weight of attacks that hold decisions, whose first steps fool no image
 STUCK = 0.8  # share of the images left from which attacks are tried that cost more
 TARGETS, FOR_A_TARGET = 9, 120  # wrong classes at most, and passes to climb towards each
 LOCAL = 0.5  # of the passes for the winners, for a search without slopes from their images
@@ -283,7 +284,7 @@ class Search:
         free, total = free - local, sum(share for share, _ in winners)
         parts = [(attack, int(share / total * free)) for share, attack in winners]
         finals: list[tuple[Attack, int]]
-        finals = [(self._within(a, n), n) for a, n in parts if n >= a.least(self.count)]
+        finals = [(self._within(a, n), n) for a, n in parts if n >= self._least(a)]
         if not winners:  # all losses of the rule of several networks are better than one of them
             finals = [(self.plan(free), free)]
         if self._one_attack and finals:
@@ -418,7 +419,7 @@ class Search:
             best = _changed(best, objective=self.relative)
             views += [_changed(view, objective=self.relative) for view in views]
         share = self.passes // (3 * len(views)) - 2 * self._judging  # a prediction and a margin
-        if len(views) > 1 and share >= attack.least(self.count):
+        if len(views) > 1 and share >= self._least(attack):
             for view in views:
                 try:
                     x_adv, _ = self._tried(self._within(view, share), rows)
@@ -468,6 +469,9 @@ class Search:
             yield from (replace(view, stand_in=learning) for view in self.look.learners)
         if self._few_only:
             return
+        if stuck and self.look.ways:  # more steps than in the first round
+            yield from self.look.ways
+            return
         if judged:
             yield from self._of_best([one.attack for one in judged])
         if self.estimated and (stuck or self._lost):
@@ -500,6 +504,10 @@ class Search:
         if self.look.random and self._lost:
             yield from (entry for entry in self.look.entries if entry not in ranked)
             return
+        yield from self.look.ways[1:]
+        if getattr(best, "held", ()):
+            yield from tried[:1]
+            return
         yield from tried
         if self.look.random:  # its own noise smooths already
             yield _changed(best, draws=MORE_DRAWS * self.draws // DRAWS)
@@ -514,17 +522,18 @@ class Search:
         self, turn: str, candidates: list[Attack], rows: Tensor, passes: int
     ) -> list[Judged]:
         """Try candidates on the same images with their shares of the passes."""
-        judged = []
-        # A step on noisy copies or of more draws costs more, and Square needs many queries.
-        costly = [any(getattr(c, name, 0) for name in COSTLY) for c in candidates]
-        weights = [5 if more else 1 for more in costly]
-        if self.look.random:
-            weights = [(c.attack.draws or 1) // self.draws for c in candidates]  # type: ignore[attr-defined]
-            many = [_is_few(c) or bool(getattr(c, "pairs", 0)) for c in candidates]
-            weights = [3 if more else w for more, w in zip(many, weights, strict=True)]
-        for weight, candidate in zip(weights, candidates, strict=True):
-            share = weight * passes // sum(weights)
-            attack, error = self._within(candidate, share - self._judging), ""
+        judged, weights = [], {one: self._weight(one) for one in candidates}
+
+        def share(candidate: Any) -> int:
+            return weights[candidate] * passes // sum(weights.values())
+
+        for candidate in reversed(candidates):  # the passes of too few for one go to the others
+            if share(candidate) - self._judging < self._least(candidate):
+                del weights[candidate]
+                self._note(turn, candidate, self.x.new_ones(len(rows)), 0, "too few passes")
+        for candidate in weights:
+            given = share(candidate)
+            attack, error = self._within(candidate, given - self._judging), ""
             right = self.x.new_ones(len(rows))
             try:
                 _, right = self._tried(attack, rows)
@@ -533,8 +542,22 @@ class Search:
                 raise
             except Exception as problem:  # the next candidate may run
                 error = f"{type(problem).__name__}: {problem}"
-            self._note(turn, attack, right, share, error)
+            self._note(turn, attack, right, given, error)
         return judged
+
+    def _least(self, attack: Attack) -> int:
+        """Return the passes of an attack's fewest steps, with those that `Budgeted` asks."""
+        least = attack.least(self.count)
+        return least + self.count.asked
+
+    def _weight(self, candidate: Any) -> int:
+        """Return the share of the passes in a trial of what costs more in each step."""
+        costly = any(getattr(candidate, name, 0) for name in COSTLY)
+        weight = 5 if costly else 1
+        if self.look.random:
+            many = _is_few(candidate) or bool(getattr(candidate, "pairs", 0))
+            weight = 3 if many else (candidate.attack.draws or 1) // self.draws
+        return weight * (HELD if getattr(candidate, "held", ()) else 1)
 
     def _alone(self, attack: Attack) -> tuple[Tensor, Tensor]:
         """Attack all images as the attack does when it runs by itself; as `_tried`."""
@@ -605,6 +628,7 @@ def in_words(attack: Any) -> str:
             parts += [f"slopes through {', '.join(attack.slopes)}"] if attack.slopes else []
             parts += [f"on {len(attack.stages)} values before the output"] if attack.stages else []
             before = "a learned stand-in" if attack.stand_in else "identity"
+            parts += [f"decisions held at {attack.held}"] if attack.held else []
             parts += [f"{before} before {', '.join(attack.enter)}"] if attack.enter else []
             parts += [f"mean of {attack.copies} noisy copies"] if attack.copies else []
             parts += ["slopes estimated from predictions"] if attack.pairs else []

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode, get_testing_overrides
 from torch.utils.hooks import RemovableHandle
 
 from lightning_rob.attacks.backward import ValueWithGradientOf
+from lightning_rob.attacks.decisions import Decisions
 from lightning_rob.attacks.discrete import (
     BOUNDS,
     COMPARES,
@@ -64,13 +65,17 @@ class OtherSlopes(TorchFunctionMode):
     """Give operations other slopes, and keep the values that may be logits.
 
     Values stay the same, bit by bit. Operations are known by their names, which are the same for
-    functions and methods; a name that ends in an underscore changes its input in place.
+    functions and methods; a name that ends in an underscore changes its input in place. Decisions
+    that are held have no slope, and may change the values.
     """
 
-    def __init__(self, slopes: Sequence[Slope], images: int) -> None:
+    def __init__(
+        self, slopes: Sequence[Slope], images: int, decisions: Decisions | None = None
+    ) -> None:
         super().__init__()
         self.slopes = frozenset(slopes)
         self.images = images
+        self.decisions = decisions
         self.met: set[Slope] = set()  # slopes that would change something
         self.leads: list[Tensor] = []  # median of each softmax: kept, as a GPU would wait
         self.values: list[Tensor] = []  # [n, B, K] or [n B, K], in the order of the calls
@@ -111,6 +116,8 @@ class OtherSlopes(TorchFunctionMode):
         plain = name if name.endswith("__") else name.removesuffix("_")
         plain = name.replace("__i", "__") if name in IN_PLACE else plain
         out = self._with_slope(func, plain, args, kwargs)
+        if self.decisions:
+            out = self.decisions.held(plain, args, out)
         if isinstance(out, Tensor):
             if self.gone:
                 vars(out)["known"] = True
@@ -216,8 +223,9 @@ class OtherSlopes(TorchFunctionMode):
         if name in ("softmax", "exp"):
             return self._picked(func, name, args, kwargs)
         out = func(*args, **kwargs)
-        if isinstance(out, Tensor) and not out.is_floating_point() and out.shape == first.shape:
-            self.met.add("rounding")  # a cast to whole numbers
+        whole = isinstance(out, Tensor) and not (out.is_floating_point() or out.is_complex())
+        if whole and out.shape == first.shape:  # a cast to whole numbers
+            self.met.add("rounding")
             return hiding(out, first) if "rounding" in self.slopes else out
         return out
 

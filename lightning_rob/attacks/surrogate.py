@@ -13,6 +13,7 @@ from torch.nn.functional import interpolate, mse_loss
 
 from lightning_rob.attacks.backward import ValueWithGradientOf
 from lightning_rob.attacks.budget import PassCount
+from lightning_rob.attacks.decisions import Decisions, HeldOutcomes
 from lightning_rob.attacks.decorators import AttackDecorator
 from lightning_rob.attacks.sight import own_sight
 from lightning_rob.attacks.slopes import OtherSlopes, Slope
@@ -144,6 +145,17 @@ def by_draw(value: Tensor, images: int) -> Tensor:
     return draws_first if spread[0] <= spread[1] else images_first
 
 
+def like_logits(values: Sequence[Tensor], classes: int, rejects: int | None) -> list[Tensor]:
+    """Return the values [..., K] among these; those without the class that rejects with it."""
+    found = []
+    for value in values:
+        if rejects is not None and value.shape[-1] == classes - 1:
+            none = value.new_full((*value.shape[:-1], 1), -torch.inf)
+            value = torch.cat([value[..., :rejects], none, value[..., rejects:]], -1)
+        found += [value] if value.shape[-1] == classes else []
+    return found
+
+
 def sources(values: Sequence[Tensor], decided: Tensor) -> tuple[int, ...]:
     """Return the positions of values that agree with decisions [B] and come from no others."""
     nodes = {}
@@ -237,6 +249,9 @@ class SurrogateGradient(AttackDecorator):
         enter: names of parts of the defense that take images; all before them is the identity.
         stand_in: passes of the defense from which a small network learns, for each batch, what
             lies before the part `enter`, and whose gradient is taken; 0 takes the identity's.
+        held: decisions with one outcome an image, as of a detector or a router, in their order: 0
+            holds what the defense decides on the image itself, 1 the next likely outcome. The
+            attack climbs the margin as it is then, bounded by the lead of these outcomes.
         noise: standard deviation of noise on the image, in pixel units, over which gradients are
             averaged where they change from point to point.
         copies: noisy copies of the image; 0 takes the gradient at the image itself.
@@ -250,6 +265,7 @@ class SurrogateGradient(AttackDecorator):
     stages: tuple[int, ...] = ()
     enter: tuple[str, ...] = ()
     stand_in: int = 0
+    held: tuple[int, ...] = ()
     noise: float = 0.0
     copies: int = 0
     pairs: int = 0
@@ -259,6 +275,7 @@ class SurrogateGradient(AttackDecorator):
     def __post_init__(self) -> None:
         object.__setattr__(self, "slopes", tuple(self.slopes))
         object.__setattr__(self, "stages", tuple(self.stages))
+        object.__setattr__(self, "held", tuple(self.held))
         enter = (self.enter,) if isinstance(self.enter, str) else tuple(self.enter)
         object.__setattr__(self, "enter", enter)
         if self.stand_in and len(enter) != 1:
@@ -274,13 +291,16 @@ class SurrogateGradient(AttackDecorator):
 
     @property
     def batch_dependent(self) -> bool:  # type: ignore[override]
-        return self.stand_in > 0
+        return self.stand_in > 0 or bool(self.held)
 
     def cost(self, count: PassCount) -> int:
         if self.pairs:  # in place of a forward and a backward pass
             return self.attack.cost(count) * (2 * self.pairs + 1) // 2
         # Each forward pass is one of the defense itself and one of each noisy copy.
-        return self.attack.cost(count) * (self.copies + 1) + self.stand_in * count.networks
+        before, passes = self.stand_in, self.attack.cost(count) * (self.copies + 1)
+        if self.held:  # one without, too
+            before, passes = before + 2, passes if self.copies else 3 * passes // 2
+        return passes + before * count.networks
 
     def with_effort(self, effort: int) -> Self:
         return replace(self, attack=self.attack.with_effort(effort))
@@ -291,7 +311,8 @@ class SurrogateGradient(AttackDecorator):
             if self.stand_in:
                 (part,) = self.enter
                 net = train_stand_in(defense, part, x, self.threat, self.stand_in, generator)
-            return self.attack.perturb(SeenThrough(defense, self, net), x, y, generator)
+            seen = SeenThrough(defense, self, net).holding(x, y, generator)
+            return self.attack.perturb(seen, x, y, generator)
 
 
 class SeenThrough(Defense):
@@ -310,6 +331,23 @@ class SeenThrough(Defense):
         self.stand_in = stand_in
         # Attacks let no image leave a batch that such a layer looks at.
         self.batch = WholeBatch() if view.together else None
+        self.outcomes: HeldOutcomes | None = None
+
+    def decisions(self, x: Tensor, generator: Generator = None) -> list[Tensor]:
+        """Return the scores [B, n] of the outcomes of each decision on images x [B, …]."""
+        found = Decisions(len(x))
+        self.observed(x.detach().requires_grad_(), generator, decisions=found)
+        return found.scores
+
+    def holding(self, x: Tensor, y: Tensor, generator: Generator) -> Self:
+        """Hold the outcomes of the view for images x [B, …] with labels [B], and return itself."""
+        if ranks := self.view.held:
+            scores = self.decisions(x, generator)
+            if len(scores) < len(ranks):
+                raise ValueError(f"held={ranks} of {len(scores)} decisions: search again")
+            self.outcomes = HeldOutcomes(scores, ranks, y)
+            self.observed(x.detach().requires_grad_(), generator)  # for the sizes
+        return self
 
     @property
     def classifiers(self) -> list[nn.Module]:
@@ -356,7 +394,11 @@ class SeenThrough(Defense):
                     parts.append(seen.logits)
             else:
                 seen = self.observed(inside, generator, draws)
-                parts = [seen.decided[None].to(seen.logits), seen.logits]
+                decided = seen.decided
+                if self.outcomes:
+                    with torch.no_grad():
+                        decided = self.defense(x, generator)
+                parts = [decided[None].to(seen.logits), seen.logits]
         found = torch.cat(parts)
         # As many values as draws are theirs; of others nothing is known.
         of_each = seen.weights if len(seen.logits) == len(seen.weights) else torch.ones(1)
@@ -390,10 +432,16 @@ class SeenThrough(Defense):
         return torch.stack([decided.to(mean), mean])
 
     def observed(
-        self, x: Tensor, generator: Generator = None, draws: int | None = None
+        self,
+        x: Tensor,
+        generator: Generator = None,
+        draws: int | None = None,
+        decisions: Decisions | None = None,
     ) -> "Observed":
         """Return what a forward pass of images x [B, …] that need a gradient shows."""
-        view, mode = self.view, OtherSlopes(self.view.slopes, len(x))
+        view, held = self.view, self.outcomes
+        decisions = Decisions(len(x), held.outcomes) if held else decisions
+        mode = OtherSlopes(view.slopes, len(x), decisions)
         inner = unwrapped(self.defense)
         with all_at_once(), mode, entering(self.defense, view.enter, x, self.stand_in):
             output, weights = inner.sample_logits(x, generator, draws)
@@ -401,7 +449,7 @@ class SeenThrough(Defense):
         own = custom_nodes(output)
         for node in own if "custom" in view.slopes else ():
             _as_identity(node)
-        values = [value for value in mode.values if value.shape[-1] == output.shape[-1]]
+        values = like_logits(mode.values, output.shape[-1], inner.rejects)
         decided = self.defense.rule(logits.detach(), weights)
         if view.stages:
             if max(view.stages) >= len(values):
@@ -410,6 +458,8 @@ class SeenThrough(Defense):
             if inner.rejects is not None:
                 equal = logits.new_full((len(logits),), 1 / len(logits))
                 logits = as_seen(logits, equal, self.defense)
+        if held and decisions:
+            logits = held.bounded(logits, decisions.scores)
         mode.met |= {"custom"} if own else set()
         return Observed(decided, logits, weights, output, values, mode.met, mode.leads)
 

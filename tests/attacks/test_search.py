@@ -36,7 +36,7 @@ from lightning_rob.rules import majority, mean_logits, random_member
 from lightning_rob.runtime.errors import NoGradientError, ZeroGradientWarning
 from lightning_rob.threat import Threat
 from lightning_rob.transforms.corruptions import Brightness
-from tests.attacks.common import images, right, seeded, streams, trained_net
+from tests.attacks.common import PROTOTYPES, images, right, seeded, streams, trained_net
 from tests.audit.planted import Through
 from tests.counting import Counting
 from tests.evaluation.test_evaluate import Stopping
@@ -109,6 +109,76 @@ def test_what_a_network_hides_is_found(name):
         warnings.simplefilter("ignore", ZeroGradientWarning)
         hidden = left_by(APGD(THREAT, 30), net, x, y)
         assert hidden > left_plain() + 0.4
+
+
+class Guarded(nn.Module):
+    """A network that rejects images which are far from all centers."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.net, self.kind = trained_net(1), kind
+        self.centers = (0.25 + 0.5 * PROTOTYPES[6]).flatten(1)
+
+    def near(self, x):
+        return 0.95 - torch.cdist(x.flatten(1), self.centers).amin(1)
+
+    def forward(self, x):
+        z = nn.functional.pad(self.net(x), (0, 1), value=-50.0)
+        flag, row = self.near(x) < 0, 50.0 * torch.eye(5)[4]
+        if self.kind == "rows":
+            z[flag] = row
+        if self.kind == "cells":
+            z[flag, 4] = 50.0
+        return torch.where(flag[:, None], row, z) if self.kind == "where" else z
+
+
+@pytest.mark.parametrize("kind", ["rows", "cells", "where"])
+def test_decisions_of_an_image_are_held(kind):
+    """Auto leaves fewer images than steps by hand that know what is rejected."""
+    x, y = images(IMAGES, seed=4)
+    net = Guarded(kind).eval()
+
+    def left(z):
+        p = net(z).argmax(1)
+        return (p == y) | (p == 4)
+
+    by_hand, z = left(x), x.clone()
+    for _ in range(60):
+        logits = net.net(z.requires_grad_())
+        wrong = objectives.expected_margin(logits[None], torch.ones(1), y)
+        (gradient,) = torch.autograd.grad(wrong.minimum(net.near(z)).sum(), z)
+        z = THREAT.project(z.detach() + 0.02 * gradient.sign(), x)
+        by_hand &= left(z)
+    defense = Single(net, rejects=4)
+    found = Auto(THREAT, PASSES).find(defense, x, y, seeded())
+    assert "decisions with one outcome an image" in found.findings
+    assert left(found.x_adv).sum() <= by_hand.sum() - 2
+    plain = APGD(THREAT, 100)(defense, x, y, seeded())
+    assert left(plain).sum() >= by_hand.sum() + 2
+
+
+@pytest.mark.parametrize(("rank", "lead"), [(0, 0.5), (1, -0.5)])
+def test_held_decisions_bound_the_margin(rank, lead):
+    """The margin is that behind the decision, and at most the lead, both by their medians."""
+
+    class Routed(nn.Module):
+        def forward(self, x):
+            z = x.flatten(1)
+            ways = torch.stack([z[:, 1:4], z[:, 4:7] - torch.tensor([torch.inf, 0, 0])])
+            return ways[(z[:, 0] > 0.5).long(), torch.arange(len(z))]
+
+    x = torch.tensor([[0.0, 0.9, 0.5, 0.1, 0.3, 0.2, 0.7]] * 3).view(3, 7, 1, 1)
+    x[1:, 1] = torch.tensor([0.2, 0.6])[:, None, None]
+    y = torch.zeros(3, dtype=torch.long)
+    view = SurrogateGradient(APGD(THREAT), ("rounding",), held=(rank,))
+    seen = SeenThrough(Single(Routed()), view).holding(x, y, seeded())
+    x[:, 0] = 0.5 - lead / 2  # half of the usual lead
+    logits = seen.logits(x.requires_grad_(), seeded())
+    margins = objectives.margin(logits, y)
+    # Behind the first way the usual margin is 0.3; behind the second the label is ruled out.
+    expected = [-0.4, 0.15, -0.1] if rank == 0 else [0.5, 0.5, 0.5]
+    torch.testing.assert_close(margins[1], torch.tensor(expected))
+    assert torch.equal(logits[0].argmax(1), Routed()(x).argmax(1))
 
 
 @pytest.mark.parametrize("threat", [Threat("l2", 0.8), Threat("l1", 2.4)], ids=["l2", "l1"])
@@ -424,6 +494,7 @@ def test_a_run_that_is_repeated_has_one_result():
         ("noise", lambda x: seeded(3)),
         ("rounding", streams),
         ("inverted", lambda x: seeded(3)),
+        ("guarded", lambda x: seeded(3)),
     ],
 )
 def test_the_recipe_runs_alone_with_the_same_result(name, noise, tmp_path):
@@ -431,9 +502,11 @@ def test_the_recipe_runs_alone_with_the_same_result(name, noise, tmp_path):
     noisy = {"before": lambda x: x + 0.2 * torch.randn_like(x)}
     if name == "inverted":
         net = Through(Mean(trained_net(1)), before=inverted)
+    elif name == "guarded":
+        net = Guarded("rows")
     else:
         net = Through(trained_net(1), **(FAULTS | {"noise": noisy})[name])
-    defense = Single(net)
+    defense = Single(net, rejects=4 if name == "guarded" else None)
     result = Auto(THREAT, PASSES).find(defense, x, y, noise(x))
     assert torch.equal(result.x_adv, result.attack(defense, x, y, noise(x)))
     assert not any(isinstance(part, Auto) for part in walk(result.attack))
@@ -445,11 +518,12 @@ def test_the_recipe_runs_alone_with_the_same_result(name, noise, tmp_path):
     assert all(trial.words for trial in result.trail)
 
 
-@pytest.mark.parametrize("name", ["softmax", "rounding", "nothing"])
+@pytest.mark.parametrize("name", ["softmax", "rounding", "decision", "nothing"])
 def test_passes_are_counted(name):
     """On images of which none is fooled, so that none leaves: the budget is an upper bound."""
     counting = Counting(trained_net(1)).eval()
-    defense = Single(Through(counting, **FAULTS.get(name, {})))
+    decision = {"after": lambda z: torch.where((z[:, 0] > 9)[:, None], -z, z)}
+    defense = Single(Through(counting, **(FAULTS | {"decision": decision}).get(name, {})))
     x = torch.rand(4, 1, 6, 6)
     y = defense(x).argmax(1)
     counting.clear()
