@@ -5,18 +5,22 @@ equal (first table) or not (second table): the share of samples that each test c
 5 %. `Gaffke` is the package's test, McNemar's where scores are 0 or 1; beside it the t test, the
 hedged capital of Waudby-Smith and Ramdas (2024) and the empirical Bernstein bound of Maurer and
 Pontil (2009). The third table is the share of 95 % intervals that hold the true mean, for
-accuracies by draw of a defender's randomness. A quarter of an hour on a
-CPU, with `--quick` one minute.
+accuracies by draw of a defender's randomness; the fourth of intervals of ranks that do, and of
+comparisons over draws that find no difference of equal defenses. A quarter of an hour on a CPU,
+with `--quick` one minute; `--only several` prints the fourth alone.
 """
 
 import argparse
 import warnings
 
 import numpy as np
+import torch
 from scipy.stats import ttest_1samp
 
+from lightning_rob.commands.leaderboard.ranks import ranks
 from lightning_rob.metrics import student, wilson, wilson_over_draws
 from lightning_rob.metrics.gaffke import p_at_most
+from lightning_rob.metrics.intervals import paired_over_draws
 
 LEVEL = 0.05
 VALUES, SHARES = np.array([0, 0.5, 1]), np.array([0.2, 0.2, 0.6])  # of images' scores
@@ -213,6 +217,23 @@ def coverage(times, seed):
                 print(f"| {name} | {n} | {draws} | {cells} |", flush=True)
 
 
+def several(times, seed):
+    """Print how often ranks of equal defenses, and comparisons over draws, find a difference."""
+    print("| what differs, sd | images | number | ranks of eight | comparison over draws |")
+    print("|---|--:|--:|--:|--:|")
+    for sd in (0.02, 0.04, 0.1):
+        for number in (2, 3, 5):
+            chance, missed, different = np.random.default_rng([seed, number]), 0, 0
+            for _ in range(times):
+                means = (0.6 + chance.normal(0, sd, (8, number, 1))).clip(0, 1)
+                scores = (chance.random((8, number, 300)) < means).astype(float)
+                missed += sum(one != (1, 8) for one in ranks(scores)) / 8
+                pair = torch.from_numpy(scores[:2].transpose(0, 2, 1).copy())
+                different += paired_over_draws(*pair).p < LEVEL
+            cells = " | ".join(f"{100 * count / times:.1f}" for count in (missed, different))
+            print(f"| {100 * sd:g} points | 300 | {number} | {cells} |", flush=True)
+
+
 def expected(effect):
     """Return the mean score over draws of images with each of `VALUES`, from a million draws."""
     shift = effect(np.random.default_rng(0), 1_000_000)
@@ -224,14 +245,20 @@ def main():
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--times", type=int, default=4000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", choices=["several"])
     options = parser.parse_args()
     times = 100 if options.quick else options.times
+    if options.only:
+        several(times // 10, options.seed)
+        return
     print("Share of samples in which equal means are called different, in percent\n")
     by_size(EQUAL, (10, 12, 13, 20, 50, 100, 1000), ("Gaffke", "t"), times, options.seed)
     print("Share of samples in which a difference is found, in percent\n")
     by_size(UNEQUAL, (20, 50, 100, 200, 1000), tuple(TESTS), times // 4, options.seed)
     print("Share of 95 % intervals that hold the mean, in percent\n")
     coverage(times // 2, options.seed)
+    print("\nShare of intervals and comparisons that find a difference of equals, in percent\n")
+    several(times // 10, options.seed)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ MORE = """\
 
 def run_help(command: str, summary: str) -> str:
     """Return the short help of fit, validate, test or predict."""
-    checkpoint = "go on from it, by its recipe" if command == "fit" else "its recipe is in it"
+    checkpoint = "go on with its model and data" if command == "fit" else "its recipe is in it"
     parts = [COMMON.format(checkpoint=checkpoint), ATTACKS * (command != "predict"), TRAINER]
     options = "\n".join(filter(None, [*parts, SPECIFIC[command], SAFETY]))
     given = "--config RECIPE" if command == "fit" else "CHECKPOINT"
