@@ -33,7 +33,7 @@ class Decisions:
     def held(self, name: str, args: Any, out: Any) -> Any:
         """Return what an operation gave, or where it decides what it gives if it decides so."""
         index = out[1] if isinstance(out, tuple) and len(out) == 2 else out
-        if not isinstance(index, Tensor) or index.numel() != self.images:
+        if not args or not isinstance(index, Tensor) or index.numel() != self.images:
             return out
         if (scores := self._scores(name, args[0], index)) is None:
             return out
@@ -91,6 +91,8 @@ class HeldOutcomes(nn.Module):
         """
         index = self.labels().expand(logits.shape[:-1])[..., None]
         label, leads = logits.gather(-1, index), self._leads(scores)
+        if not leads:  # as with other draws than were looked at
+            return logits
         top = logits.scatter(-1, index, -torch.inf).amax(-1, keepdim=True)
         if not self.sizes:
             self.sizes = [_usual(one) for one in (top - label, *leads)]
