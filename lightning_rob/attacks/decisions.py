@@ -5,7 +5,8 @@ the slope of the way that it takes does not say where it is left. Held at an out
 smooth, and what is left to do is to make the defense decide so.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ from lightning_rob.attacks.discrete import COMPARES, differentiated, hidden_sour
 from lightning_rob.defenses.per_image import PerImageValues
 
 MOST = 10.0  # of the usual margin and lead, beyond which neither counts
+COLUMNS = 8  # thresholds of an image that are compared at once
 CHOOSES = ("argmax", "argmin", "max", "min", "topk")
+STEPS = {"sign": -1.0, "sgn": -1.0, "heaviside": 0.0}  # their value below zero; above it is 1
 
 
 class Decisions:
@@ -23,38 +26,62 @@ class Decisions:
 
     Args:
         images: B.
-        outcomes: the outcome [B] of each of the first decisions, which is held; others are taken.
+        outcomes: the outcome [B] of each of the first decisions, which is held; others are taken,
+            and those at None left as they are.
     """
 
-    def __init__(self, images: int, outcomes: Sequence[Tensor] = ()) -> None:
+    def __init__(self, images: int, outcomes: Sequence[Tensor | None] = ()) -> None:
         self.images, self.outcomes = images, outcomes
         self.scores: list[Tensor] = []  # [B, n] of the n outcomes, of which the largest is taken
+        self.used: set[int] = set()  # those that are more than a value's place
 
-    def held(self, name: str, args: Any, out: Any) -> Any:
+    def held(self, name: str, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
         """Return what an operation gave, or where it decides what it gives if it decides so."""
+        inner = (value for value in args if isinstance(value, list | tuple))
+        for value in chain(args, kwargs.values(), *inner):
+            if isinstance(value, Tensor):
+                self.used |= vars(value).get("decisions", set())
         index = out[1] if isinstance(out, tuple) and len(out) == 2 else out
-        if not args or not isinstance(index, Tensor) or index.numel() != self.images:
+        if not args or not isinstance(index, Tensor) or not index.dim():
             return out
-        if (scores := self._scores(name, args[0], index)) is None:
+        if len(index) != self.images or not 0 < index.numel() <= COLUMNS * self.images:
             return out
-        place = len(self.scores)
-        self.scores.append(scores)
-        outcome = self.outcomes[place] if place < len(self.outcomes) else index.flatten().long()
-        taken = outcome.to(index.dtype).view_as(index)
+        if (scores := self._scores(name, args, kwargs, index)) is None:
+            return out
+        places = range(len(self.scores), len(self.scores) + len(scores))
+        self.scores += scores
+        least = STEPS.get(name)
+        own = (index if least is None else index > 0).long().view(self.images, -1).unbind(1)
+        given = [self.outcomes[at] if at < len(self.outcomes) else None for at in places]
+        ways = [mine if way is None else way for mine, way in zip(own, given, strict=True)]
+        taken = torch.stack(ways, 1)
+        if least is not None:
+            taken = torch.where(taken > 0, 1.0, least)
+        taken = taken.to(index.dtype).view_as(index)
+        vars(taken)["decisions"] = {*places}
         if index is out:
             return taken
-        return type(out)((args[0].gather(1, outcome[:, None]).view_as(out[0]), taken))
+        return type(out)((args[0].gather(1, ways[0][:, None]).view_as(out[0]), taken))
 
-    def _scores(self, name: str, first: Any, index: Tensor) -> Tensor | None:
-        if name in COMPARES:
-            source = hidden_source(index)
-            if source is None or source.numel() != self.images:
+    def _scores(
+        self, name: str, args: Any, kwargs: dict[str, Any], index: Tensor
+    ) -> list[Tensor] | None:
+        first = args[0]
+        if name in COMPARES or name in STEPS:
+            source = hidden_source(index) if name in COMPARES else first
+            if source is None or source.numel() != index.numel() or not source.requires_grad:
                 return None
-            return torch.stack([-source.flatten(), source.flatten()], 1)
+            columns = source.reshape(self.images, -1).unbind(1)
+            return [torch.stack([-one, one], 1) for one in columns]
         rows = name in CHOOSES and differentiated(first) and not index.is_floating_point()
         if not rows or first.dim() != 2 or len(first) != self.images or first.shape[1] < 2:
             return None
-        return -first if name in ("argmin", "min") else first
+        at = 2 if name == "topk" else 1
+        dim = kwargs.get("dim", args[at] if len(args) > at else -1)
+        if dim not in (1, -1) or index.numel() != self.images:
+            return None
+        largest = kwargs.get("largest", args[3] if len(args) > 3 else True)
+        return [first if largest and name not in ("argmin", "min") else -first]
 
 
 class HeldOutcomes(nn.Module):
@@ -62,35 +89,37 @@ class HeldOutcomes(nn.Module):
 
     def __init__(self, scores: Sequence[Tensor], ranks: Sequence[int], y: Tensor) -> None:
         super().__init__()
-        ways = [
-            of.detach().topk(rank + 1).indices[:, rank]
-            for of, rank in zip(scores, ranks, strict=False)
-        ]
-        self.ways = nn.ModuleList(map(PerImageValues, ways))
+        self.ways = nn.ModuleDict()
+        for at, (of, rank) in enumerate(zip(scores, ranks, strict=False)):
+            if rank >= 0:
+                chosen = of.detach().topk(min(rank + 1, of.shape[1])).indices[:, -1]
+                self.ways[str(at)] = PerImageValues(chosen)
         self.labels = PerImageValues(y)
         self.sizes: list[Tensor] = []  # of the margin and of each lead, at the images
 
     @property
-    def outcomes(self) -> list[Tensor]:
-        """The outcome [B] of each decision."""
-        return [values() for values in self.ways]
+    def outcomes(self) -> list[Tensor | None]:
+        """The outcome [B] of each decision, None for those that are not held."""
+        many = max(map(int, self.ways), default=-1) + 1
+        return [self.ways[str(at)]() if str(at) in self.ways else None for at in range(many)]
 
-    def _leads(self, scores: Sequence[Tensor]) -> list[Tensor]:
-        """Return by how much the score of each held outcome leads all others [B]."""
-        leads = []
+    def _leads(self, scores: Sequence[Tensor]) -> Iterable[Tensor]:
+        """Yield by how much the score of each held outcome leads all others [B]."""
         for of, way in zip(scores, self.outcomes, strict=False):
-            index = way[:, None]
-            others = of.scatter(1, index, -torch.inf).amax(1)
-            leads.append(of.gather(1, index)[:, 0] - others)
-        return leads
+            if way is not None:
+                index = way[:, None]
+                others = of.scatter(1, index, -torch.inf).amax(1)
+                yield of.gather(1, index)[:, 0] - others
 
     def bounded(self, logits: Tensor, scores: Sequence[Tensor]) -> Tensor:
-        """Return logits [n, B, K] whose margin is at most the smallest lead.
+        """Return logits [n, B, K] whose margin is at most the smallest lead, at least in float32.
 
         Both are in units of their median at the images that are attacked.
         """
+        kind = torch.promote_types(logits.dtype, torch.float32)
+        logits, leads = logits.to(kind), [lead.to(kind) for lead in self._leads(scores)]
         index = self.labels().expand(logits.shape[:-1])[..., None]
-        label, leads = logits.gather(-1, index), self._leads(scores)
+        label = logits.gather(-1, index)
         if not leads:  # as with other draws than were looked at
             return logits
         top = logits.scatter(-1, index, -torch.inf).amax(-1, keepdim=True)
@@ -100,7 +129,7 @@ class HeldOutcomes(nn.Module):
         label = label.maximum((top - MOST * size).detach())  # it may be masked by -inf
         ratios = [lead / own for lead, own in zip(leads, sizes, strict=False)]
         least = size * torch.stack(ratios).amin(0).clamp_max(MOST)
-        return logits.minimum(label + least[:, None].to(logits)).scatter(-1, index, label)
+        return logits.minimum(label + least[:, None]).scatter(-1, index, label)
 
 
 def _usual(values: Tensor) -> Tensor:

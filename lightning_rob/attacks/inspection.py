@@ -131,18 +131,20 @@ class Inspection:
         """Return surrogates with the decisions of an image held, at its own outcomes first."""
         self.spent += self.networks
         try:
-            scores = SeenThrough(self.defense, view).decisions(x, self.noise())
+            seen = SeenThrough(self.defense, view).decisions(x, self.noise())
         except (torch.OutOfMemoryError, FoldingError):
             raise
         except Exception:  # as in `_observed`
             return []
-        if not 0 < len(scores) <= DECISIONS:
+        if not 0 < len(seen.used) <= DECISIONS:
             return []
         self.findings.append("decisions with one outcome an image")
-        own = (0,) * len(scores)
-        turned = [(*own[:at], 1, *own[at + 1 :]) for at in range(len(own))][:TURNED]
-        turned.append((1,) * len(own))  # as where a prediction has to agree with another one
-        return [replace(view, held=ranks) for ranks in dict.fromkeys((own, *turned))]
+        own = tuple(0 if at in seen.used else -1 for at in range(len(seen.scores)))
+        places = sorted(seen.used)
+        turned = [tuple(1 if i == at else way for i, way in enumerate(own)) for at in places]
+        # All of them, as where a prediction has to agree with another one.
+        ranks = (own, *turned[:TURNED], tuple(min(way + 1, 1) - (way < 0) for way in own))
+        return [replace(view, held=one) for one in dict.fromkeys(ranks)]
 
     def _observed(self, view: SurrogateGradient, x: Tensor) -> tuple[set[Slope], tuple[int, ...]]:
         """Return the slopes met, and the places of the first values that stand for logits."""

@@ -47,7 +47,6 @@ LEARNING = 0.02  # share of the passes from which a network learns what lies bef
 COPIES, NOISE = 6, 0.3  # noisy copies for each step, and their noise as a share of the radius
 PAIRS = 5  # of opposite points, where the gradient is estimated from predictions
 COSTLY = ("queries", "copies", "pairs", "stand_in")  # of an attack that needs more passes
-HELD = 3  # weight of attacks that hold decisions, whose first steps fool no image
 STUCK = 0.8  # share of the images left from which attacks are tried that cost more
 TARGETS, FOR_A_TARGET = 9, 120  # wrong classes at most, and passes to climb towards each
 LOCAL = 0.5  # of the passes for the winners, for a search without slopes from their images
@@ -419,7 +418,10 @@ class Search:
             best = _changed(best, objective=self.relative)
             views += [_changed(view, objective=self.relative) for view in views]
         share = self.passes // (3 * len(views)) - 2 * self._judging  # a prediction and a margin
-        if len(views) > 1 and share >= self._least(attack):
+        if share < self._least(attack):
+            views = [view for view in views if not view.held]
+            share = self.passes // (3 * len(views)) - 2 * self._judging
+        if len(views) > 1 and share >= attack.least(self.count):
             for view in views:
                 try:
                     x_adv, _ = self._tried(self._within(view, share), rows)
@@ -507,6 +509,7 @@ class Search:
         yield from self.look.ways[1:]
         if getattr(best, "held", ()):
             yield from tried[:1]
+            yield from [view for view in others if not getattr(view, "held", ())][:1]
             return
         yield from tried
         if self.look.random:  # its own noise smooths already
@@ -522,7 +525,7 @@ class Search:
         self, turn: str, candidates: list[Attack], rows: Tensor, passes: int
     ) -> list[Judged]:
         """Try candidates on the same images with their shares of the passes."""
-        judged, weights = [], {one: self._weight(one) for one in candidates}
+        judged, weights = [], {one: self._weight(one, turn) for one in candidates}
 
         def share(candidate: Any) -> int:
             return weights[candidate] * passes // sum(weights.values())
@@ -550,14 +553,15 @@ class Search:
         least = attack.least(self.count)
         return least + self.count.asked
 
-    def _weight(self, candidate: Any) -> int:
+    def _weight(self, candidate: Any, turn: str) -> int:
         """Return the share of the passes in a trial of what costs more in each step."""
         costly = any(getattr(candidate, name, 0) for name in COSTLY)
         weight = 5 if costly else 1
         if self.look.random:
             many = _is_few(candidate) or bool(getattr(candidate, "pairs", 0))
             weight = 3 if many else (candidate.attack.draws or 1) // self.draws
-        return weight * (HELD if getattr(candidate, "held", ()) else 1)
+        # Two forward passes a step, of which the first ones fool no image.
+        return weight * ((6 if turn == "1" else 3) if getattr(candidate, "held", ()) else 2)
 
     def _alone(self, attack: Attack) -> tuple[Tensor, Tensor]:
         """Attack all images as the attack does when it runs by itself; as `_tried`."""

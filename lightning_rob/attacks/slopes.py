@@ -117,7 +117,7 @@ class OtherSlopes(TorchFunctionMode):
         plain = name.replace("__i", "__") if name in IN_PLACE else plain
         out = self._with_slope(func, plain, args, kwargs)
         if self.decisions:
-            out = self.decisions.held(plain, args, out)
+            out = self.decisions.held(plain, args, kwargs, out)
         if isinstance(out, Tensor):
             if self.gone:
                 vars(out)["known"] = True

@@ -250,8 +250,9 @@ class SurrogateGradient(AttackDecorator):
         stand_in: passes of the defense from which a small network learns, for each batch, what
             lies before the part `enter`, and whose gradient is taken; 0 takes the identity's.
         held: decisions with one outcome an image, as of a detector or a router, in their order: 0
-            holds what the defense decides on the image itself, 1 the next likely outcome. The
-            attack climbs the margin as it is then, bounded by the lead of these outcomes.
+            holds what the defense decides on the image itself, 1 the next likely outcome, -1
+            nothing. The attack climbs the margin as it is then, bounded by the lead of these
+            outcomes.
         noise: standard deviation of noise on the image, in pixel units, over which gradients are
             averaged where they change from point to point.
         copies: noisy copies of the image; 0 takes the gradient at the image itself.
@@ -276,6 +277,8 @@ class SurrogateGradient(AttackDecorator):
         object.__setattr__(self, "slopes", tuple(self.slopes))
         object.__setattr__(self, "stages", tuple(self.stages))
         object.__setattr__(self, "held", tuple(self.held))
+        if not {*self.held} <= {-1, 0, 1}:
+            raise ValueError(f"held is -1, 0 or 1 for each decision, got {self.held}")
         enter = (self.enter,) if isinstance(self.enter, str) else tuple(self.enter)
         object.__setattr__(self, "enter", enter)
         if self.stand_in and len(enter) != 1:
@@ -333,19 +336,20 @@ class SeenThrough(Defense):
         self.batch = WholeBatch() if view.together else None
         self.outcomes: HeldOutcomes | None = None
 
-    def decisions(self, x: Tensor, generator: Generator = None) -> list[Tensor]:
-        """Return the scores [B, n] of the outcomes of each decision on images x [B, …]."""
+    def decisions(self, x: Tensor, generator: Generator = None) -> Decisions:
+        """Return the decisions on images x [B, …], with the scores of their outcomes."""
         found = Decisions(len(x))
         self.observed(x.detach().requires_grad_(), generator, decisions=found)
-        return found.scores
+        return found
 
     def holding(self, x: Tensor, y: Tensor, generator: Generator) -> Self:
-        """Hold the outcomes of the view for images x [B, …] with labels [B], and return itself."""
-        if ranks := self.view.held:
-            scores = self.decisions(x, generator)
-            if len(scores) < len(ranks):
-                raise ValueError(f"held={ranks} of {len(scores)} decisions: search again")
-            self.outcomes = HeldOutcomes(scores, ranks, y)
+        """Hold the outcomes of the view for images x [B, …] with labels [B], and return itself.
+
+        A pass that makes fewer decisions, as where no image needs a second network, holds those.
+        """
+        if self.view.held:
+            scores = self.decisions(x, generator).scores
+            self.outcomes = HeldOutcomes(scores, self.view.held, y)
             self.observed(x.detach().requires_grad_(), generator)  # for the sizes
         return self
 

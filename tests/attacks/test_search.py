@@ -3,6 +3,7 @@
 import contextlib
 import warnings
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache, partial
 
 import numpy
@@ -155,6 +156,66 @@ def test_decisions_of_an_image_are_held(kind):
     assert left(found.x_adv).sum() <= by_hand.sum() - 2
     plain = APGD(THREAT, 100)(defense, x, y, seeded())
     assert left(plain).sum() >= by_hand.sum() + 2
+
+
+DECIDED = (  # by three scores of an image, with the number of decisions
+    (lambda z: z[:, 0] > 0.5, 1),
+    (lambda z: torch.lt(input=z[:, :1], other=torch.tensor(0.5))[:, 0], 1),
+    (lambda z: z.gt(0.5).any(1), 3),
+    (lambda z: (z[:, 0] - 0.5).sign() == 1, 1),
+    (lambda z: torch.heaviside(z[:, 0] - 0.5, torch.tensor(0.0)).bool(), 1),
+    (lambda z: z.argmin(1) == 1, 1),
+    (lambda z: z.min(dim=1)[1] == 1, 1),
+    (lambda z: z.topk(1, largest=False).indices[:, 0] == 1, 1),
+    (lambda z: torch.topk(z, 1).indices[:, 0] == 1, 1),
+    (lambda z: z.max(1).values > 0.9, 1),  # of whose place no use is made
+    (lambda z: (z[:, 0] > 0.5) if z.max() > 0 else z[:, 1] > 0.5, 1),
+)
+
+
+@pytest.mark.parametrize("images", [6, 1])
+@pytest.mark.parametrize(("decide", "many"), DECIDED)
+def test_decisions_are_found_and_turned(decide, many, images):
+    """Held at its own outcomes a pass predicts as the network; at the next one otherwise."""
+
+    class Decided(nn.Module):
+        def forward(self, x):
+            z = x.flatten(1)
+            return torch.where(decide(z)[:, None], z, -z)
+
+    x, y = torch.rand((images, 3, 1, 1), generator=seeded(3)), torch.zeros(images).long()
+    for rank in (0, 1):
+        view = SurrogateGradient(APGD(THREAT), ("rounding",))
+        found = SeenThrough(Single(Decided()), view).decisions(x)
+        assert len(found.used) == many
+        ranks = tuple(rank if at in found.used else -1 for at in range(len(found.scores)))
+        seen = SeenThrough(Single(Decided()), replace(view, held=ranks)).holding(x, y, None)
+        decided = seen.observed(x.clone().requires_grad_()).decided.argmax(1)
+        same = decided == Decided()(x).argmax(1)
+        turned = rank == 1 and many == 1
+        assert (~same).any() if turned else same.all() or rank == 1
+
+
+def test_a_pass_with_fewer_decisions_is_attacked():
+    """Where no image needs the second network there is one decision less."""
+
+    class Early(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.nets = nn.ModuleList(trained_net(seed) for seed in (1, 2))
+
+        def forward(self, x):
+            z, second = (net(x) for net in self.nets)
+            sure = -z.topk(2, 1).values.diff(dim=1)[:, 0] > 4
+            if (~sure).all():
+                z = torch.where((second[:, 0] > 1)[:, None], second, z)
+            return torch.where(sure[:, None], z, second)
+
+    x, y = images(IMAGES, seed=4)
+    net = Early().eval()
+    x = x[(z := net(x).topk(2, 1).values.diff(dim=1)[:, 0]).argsort(descending=True)]
+    x_adv = Auto(THREAT, PASSES)(Single(net), x, y[z.argsort(descending=True)], seeded())
+    assert (THREAT.distance(x_adv, x) <= THREAT.eps * (1 + 1e-5)).all()
 
 
 @pytest.mark.parametrize(("rank", "lead"), [(0, 0.5), (1, -0.5)])
