@@ -280,10 +280,9 @@ class Search:
         rough = self.rugged and self._scored and not self._one_attack and not entered
         few = any(_is_few(attack) for _, attack in winners)
         local = int((MOST_LOCAL if few else LOCAL) * free) if rough else 0
-        free, total = free - local, sum(share for share, _ in winners)
-        parts = [(attack, int(share / total * free)) for share, attack in winners]
+        free -= local
         finals: list[tuple[Attack, int]]
-        finals = [(self._within(a, n), n) for a, n in parts if n >= self._least(a)]
+        finals = [(self._within(attack, n), n) for attack, n in self._affordable(winners, free)]
         if not winners:  # all losses of the rule of several networks are better than one of them
             finals = [(self.plan(free), free)]
         if self._one_attack and finals:
@@ -300,6 +299,19 @@ class Search:
             self._note("winner", final, best.right, given)
         chosen = (*attacks, *(final for final, _ in finals)) or (first,)
         return self._from_there(chosen[0] if len(chosen) == 1 else Strongest(chosen), best, local)
+
+    def _affordable(
+        self, winners: list[tuple[float, Attack]], passes: int
+    ) -> list[tuple[Attack, int]]:
+        """Return attacks with their passes; the last ones with too few leave them to the others."""
+        while winners:
+            total = sum(share for share, _ in winners)
+            parts = [(attack, int(share / total * passes)) for share, attack in winners]
+            poor = [at for at, (attack, given) in enumerate(parts) if given < self._least(attack)]
+            if not poor:
+                return parts
+            winners = [winner for at, winner in enumerate(winners) if at != poor[-1]]
+        return []
 
     def _judged(
         self, views: list[SurrogateGradient], rows: Tensor, shares: list[float]
