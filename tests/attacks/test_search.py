@@ -638,6 +638,12 @@ def stepped(x):
     return z
 
 
+def rows_set(x):
+    z = torch.zeros(2, 2)
+    z[x[:, 0] > 0] = torch.tensor([1.0, 2.0])
+    return z
+
+
 def gradient(function):
     return torch.autograd.functional.jacobian(lambda x: function(x).sum(), NUMBERS)
 
@@ -757,6 +763,12 @@ def test_slopes():
         ),
         (lambda x: torch.zeros(2, 2).masked_fill_(x > 0, 2.0), ("rounding",), 2 * ones),
         (stepped, ("rounding",), ones),
+        (rows_set, ("rounding",), torch.tensor([[3.0, 0.0], [3.0, 0.0]])),
+        (
+            lambda x: torch.where(x[:, :1] > 0, torch.tensor([1.0, 2.0]), torch.zeros(2, 2)),
+            ("rounding",),
+            torch.tensor([[3.0, 0.0], [3.0, 0.0]]),
+        ),
         *((look_up, ("rounding",), nearest) for look_up in LOOKED_UP),
         *((look_up, ("rounding",), steps) for look_up in LEVELED),
         *((code, ("rounding",), 4 * ones) for code in CODED),
