@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_rob.attacks.discrete import COMPARES, differentiated, hidden_source
+from lightning_rob.attacks.discrete import COMPARES, chosen_along, differentiated, hidden_source
 from lightning_rob.defenses.per_image import PerImageValues
 
 MOST = 10.0  # of the usual margin and lead, beyond which neither counts
@@ -76,12 +76,10 @@ class Decisions:
         rows = name in CHOOSES and differentiated(first) and not index.is_floating_point()
         if not rows or first.dim() != 2 or len(first) != self.images or first.shape[1] < 2:
             return None
-        at = 2 if name == "topk" else 1
-        dim = kwargs.get("dim", args[at] if len(args) > at else -1)
-        if dim not in (1, -1) or index.numel() != self.images:
+        dim, largest = chosen_along(name, args, kwargs)
+        if dim not in (None, 1, -1) or index.numel() != self.images:
             return None
-        largest = kwargs.get("largest", args[3] if len(args) > 3 else True)
-        return [first if largest and name not in ("argmin", "min") else -first]
+        return [first if largest else -first]
 
 
 class HeldOutcomes(nn.Module):
@@ -89,19 +87,19 @@ class HeldOutcomes(nn.Module):
 
     def __init__(self, scores: Sequence[Tensor], ranks: Sequence[int], y: Tensor) -> None:
         super().__init__()
-        self.ways = nn.ModuleDict()
-        for at, (of, rank) in enumerate(zip(scores, ranks, strict=False)):
-            if rank >= 0:
-                chosen = of.detach().topk(min(rank + 1, of.shape[1])).indices[:, -1]
-                self.ways[str(at)] = PerImageValues(chosen)
-        self.labels = PerImageValues(y)
+        chosen = [
+            of.detach().topk(min(max(rank, 0) + 1, of.shape[1])).indices[:, -1]
+            for of, rank in zip(scores, ranks, strict=False)
+        ]
+        self.ranks = ranks
+        self.values = PerImageValues(torch.stack([y, *chosen], 1))
         self.sizes: list[Tensor] = []  # of the margin and of each lead, at the images
 
     @property
     def outcomes(self) -> list[Tensor | None]:
         """The outcome [B] of each decision, None for those that are not held."""
-        many = max(map(int, self.ways), default=-1) + 1
-        return [self.ways[str(at)]() if str(at) in self.ways else None for at in range(many)]
+        ways = self.values()[:, 1:].unbind(1)
+        return [way if rank >= 0 else None for way, rank in zip(ways, self.ranks, strict=False)]
 
     def _leads(self, scores: Sequence[Tensor]) -> Iterable[Tensor]:
         """Yield by how much the score of each held outcome leads all others [B]."""
@@ -118,7 +116,7 @@ class HeldOutcomes(nn.Module):
         """
         kind = torch.promote_types(logits.dtype, torch.float32)
         logits, leads = logits.to(kind), [lead.to(kind) for lead in self._leads(scores)]
-        index = self.labels().expand(logits.shape[:-1])[..., None]
+        index = self.values()[:, 0].expand(logits.shape[:-1])[..., None]
         label = logits.gather(-1, index)
         if not leads:  # as with other draws than were looked at
             return logits

@@ -28,8 +28,19 @@ EQUALS = {"eq", "__eq__", "ne", "isclose"}
 REDUCES: dict[str, Callable[..., Tensor]] = {"count_nonzero": torch.sum}
 REDUCES |= {"any": torch.amax, "all": torch.amin}
 PRODUCTS = {"matmul", "__matmul__", "mm", "bmm", "linear", "einsum"}  # of one type of numbers
+DIRECTED = {"topk": "largest", "sort": "descending", "argsort": "descending"}
 NEAR = 16  # places that a choice is among, for the temperature of its slope
 MOST = 2.0**25  # numbers by which places are looked up
+
+
+def chosen_along(name: str, args: Any, kwargs: dict[str, Any]) -> tuple[Any, bool]:
+    """Return along which dimension values are chosen, None if none is given; and if the largest."""
+    at = 2 if name == "topk" else 1
+    dim = kwargs.get("dim", args[at] if len(args) > at else None)
+    largest = name in ("argmax", "max", "topk")
+    if name in DIRECTED:
+        largest = kwargs.get(DIRECTED[name], args[at + 1] if len(args) > at + 1 else largest)
+    return dim, largest
 
 
 def hidden_source(value: Any) -> Tensor | None:

@@ -139,12 +139,14 @@ class Inspection:
         if not 0 < len(seen.used) <= DECISIONS:
             return []
         self.findings.append("decisions with one outcome an image")
-        own = tuple(0 if at in seen.used else -1 for at in range(len(seen.scores)))
-        places = sorted(seen.used)
-        turned = [tuple(1 if i == at else way for i, way in enumerate(own)) for at in places]
-        # All of them, as where a prediction has to agree with another one.
-        ranks = (own, *turned[:TURNED], tuple(min(way + 1, 1) - (way < 0) for way in own))
-        return [replace(view, held=one) for one in dict.fromkeys(ranks)]
+        ways = []
+        used = sorted(seen.used)
+        # All of them turned, as where a prediction has to agree with another one.
+        for turned in ([], *([at] for at in used[:TURNED]), used):
+            places = range(len(seen.scores))
+            ranks = tuple(int(at in turned) if at in used else -1 for at in places)
+            ways.append(replace(view, held=ranks))
+        return list(dict.fromkeys(ways))
 
     def _observed(self, view: SurrogateGradient, x: Tensor) -> tuple[set[Slope], tuple[int, ...]]:
         """Return the slopes met, and the places of the first values that stand for logits."""

@@ -18,11 +18,13 @@ from lightning_rob.attacks.decisions import Decisions
 from lightning_rob.attacks.discrete import (
     BOUNDS,
     COMPARES,
+    DIRECTED,
     EQUALS,
     REMAINS,
     as_if_smooth,
     as_list,
     choice,
+    chosen_along,
     difference,
     differentiated,
     hidden_source,
@@ -34,7 +36,6 @@ Slope = Literal["rounding", "detached", "saturating", "custom"]
 ROUNDS = {"round", "floor", "ceil", "trunc", "fix", "sign", "sgn", "heaviside", "bernoulli"}
 ROUNDS |= {"floor_divide", "__floordiv__"}
 CHOOSES = {"argmax", "max", "topk", "argmin", "min", "sort", "argsort"}
-DIRECTED = {"topk": "largest", "sort": "descending", "argsort": "descending"}
 DRAWS = ("rand", "normal", "bernoulli", "multinomial", "dropout", "exponential", "uniform")
 SATURATES = BOUNDS | {"sigmoid", "tanh", "erf", "softsign"}
 IN_PLACE = {"__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"}
@@ -253,14 +254,10 @@ class OtherSlopes(TorchFunctionMode):
         """Keep with the places of the largest or smallest values how likely each place is."""
         first, out = args[0], func(*args, **kwargs)
         index = out if isinstance(out, Tensor) else out[1]  # with the values
-        at = 2 if name == "topk" else 1
-        dim = kwargs.get("dim", args[at] if len(args) > at else None)
-        dim = -1 if dim is None and (first.dim() == 1 or "sort" in name or at > 1) else dim
+        dim, largest = chosen_along(name, args, kwargs)
+        dim = -1 if dim is None and (first.dim() == 1 or name in DIRECTED) else dim
         if index.is_floating_point() or not isinstance(dim, int):
             return out  # the larger one of two tensors, or the largest of all values
-        largest = name in ("argmax", "max", "topk")
-        if name in DIRECTED:
-            largest = kwargs.get(DIRECTED[name], args[at + 1] if len(args) > at + 1 else largest)
         if "rounding" in self.slopes:
             hiding(index, choice(first if largest else -first, index, dim % first.dim()))
         else:
