@@ -18,7 +18,11 @@ from lightning_rob.defenses.per_image import PerImageValues
 MOST = 10.0  # of the usual margin and lead, beyond which neither counts
 COLUMNS = 8  # thresholds of an image that are compared at once
 CHOOSES = ("argmax", "argmin", "max", "min", "topk")
+ASKS = COMPARES | {"signbit"}
 STEPS = {"sign": -1.0, "sgn": -1.0, "heaviside": 0.0}  # their value below zero; above it is 1
+# Where the middle of what gives a whole number is, above it.
+ROUNDS = {"round": 0.0, "floor": 0.5, "ceil": -0.5, "int": 0.5, "long": 0.5}
+LEVELS = 8  # whole numbers from 0, of which one is given
 
 
 class Decisions:
@@ -28,19 +32,42 @@ class Decisions:
         images: B.
         outcomes: the outcome [B] of each of the first decisions, which is held; others are taken,
             and those at None left as they are.
+        each: how many of the last outcomes are those of a loop over the images.
     """
 
-    def __init__(self, images: int, outcomes: Sequence[Tensor | None] = ()) -> None:
-        self.images, self.outcomes = images, outcomes
-        self.scores: list[Tensor] = []  # [B, n] of the n outcomes, of which the largest is taken
-        self.used: set[int] = set()  # those that are more than a value's place
+    def __init__(self, images: int, outcomes: Sequence[Tensor | None] = (), each: int = 0) -> None:
+        self.images, self.outcomes, self.each = images, outcomes, each
+        self.together: list[Tensor] = []  # [B, n] of the n outcomes, of which the largest is taken
+        self.alone: list[Tensor] = []  # [2] of no and yes, one image after the other
+        self._used: set[int] = set()
+
+    @property
+    def each_alone(self) -> int:
+        """Decisions of each image that a loop over the images takes."""
+        each, more = divmod(len(self.alone), self.images)
+        return 0 if more else each
+
+    @property
+    def scores(self) -> list[Tensor]:
+        """Scores [B, n] of the n outcomes of each decision, those of a loop behind the others."""
+        each = self.each_alone
+        return [*self.together, *(torch.stack(self.alone[at::each]) for at in range(each))]
+
+    @property
+    def used(self) -> set[int]:
+        """Places of the decisions that are more than a value's place."""
+        many, each = len(self.together), self.each_alone
+        alone = {many + (-1 - at) % each for at in self._used if at < 0} if each else set()
+        return alone | {at for at in self._used if at >= 0}
 
     def held(self, name: str, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
         """Return what an operation gave, or where it decides what it gives if it decides so."""
         inner = (value for value in args if isinstance(value, list | tuple))
         for value in chain(args, kwargs.values(), *inner):
             if isinstance(value, Tensor):
-                self.used |= vars(value).get("decisions", set())
+                self._used |= vars(value).get("decisions", set())
+        if isinstance(out, Tensor) and out.numel() == 1 and name in ASKS and not out.dim():
+            return self._held_alone(out)
         index = out[1] if isinstance(out, tuple) and len(out) == 2 else out
         if not args or not isinstance(index, Tensor) or not index.dim():
             return out
@@ -48,11 +75,12 @@ class Decisions:
             return out
         if (scores := self._scores(name, args, kwargs, index)) is None:
             return out
-        places = range(len(self.scores), len(self.scores) + len(scores))
-        self.scores += scores
+        places = range(len(self.together), len(self.together) + len(scores))
+        self.together += scores
         least = STEPS.get(name)
         own = (index if least is None else index > 0).long().view(self.images, -1).unbind(1)
-        given = [self.outcomes[at] if at < len(self.outcomes) else None for at in places]
+        known = len(self.outcomes) - self.each
+        given = [self.outcomes[at] if at < known else None for at in places]
         ways = [mine if way is None else way for mine, way in zip(own, given, strict=True)]
         taken = torch.stack(ways, 1)
         if least is not None:
@@ -63,12 +91,28 @@ class Decisions:
             return taken
         return type(out)((args[0].gather(1, ways[0][:, None]).view_as(out[0]), taken))
 
+    def _held_alone(self, out: Tensor) -> Tensor:
+        """Return a comparison of one image, as in a loop over the images, or what is held."""
+        if (source := hidden_source(out)) is None or not source.requires_grad:
+            return out
+        at, way = len(self.alone), None
+        self.alone.append(torch.stack([-source, source]))
+        if self.each and at < self.each * self.images:
+            image, place = divmod(at, self.each)
+            way = self.outcomes[len(self.outcomes) - self.each + place]
+        taken = out.clone() if way is None else way[image] > 0
+        vars(taken)["decisions"] = {-1 - at}
+        return taken
+
     def _scores(
         self, name: str, args: Any, kwargs: dict[str, Any], index: Tensor
     ) -> list[Tensor] | None:
         first = args[0]
-        if name in COMPARES or name in STEPS:
-            source = hidden_source(index) if name in COMPARES else first
+        levels = self._levels(name, args, kwargs, index)
+        if levels is not None:
+            return [levels]
+        if name in ASKS or name in STEPS:
+            source = hidden_source(index) if name in ASKS else first
             if source is None or source.numel() != index.numel() or not source.requires_grad:
                 return None
             columns = source.reshape(self.images, -1).unbind(1)
@@ -81,12 +125,27 @@ class Decisions:
             return None
         return [first if largest else -first]
 
+    def _levels(self, name: str, args: Any, kwargs: dict[str, Any], index: Tensor) -> Any:
+        """Return by how much a value of each image is inside each level of a rounding; or None."""
+        if not differentiated(args[0]) or index.numel() != self.images or kwargs:
+            return None
+        value, index = args[0].reshape(-1, 1), index.detach()
+        if name == "bucketize":
+            ends = value.detach().abs().max() + 1
+            bounds = torch.cat([-ends[None], args[1].to(value), ends[None]])
+            return torch.minimum(value - bounds[:-1], bounds[1:] - value)
+        if name not in ROUNDS or bool((index < 0).any() | (index >= LEVELS).any()):
+            return None
+        middle = torch.arange(LEVELS).to(value) + ROUNDS[name]
+        return 0.5 - (value - middle).abs()
+
 
 class HeldOutcomes(nn.Module):
     """The outcome of each decision that is held for the images of a batch, and their labels."""
 
-    def __init__(self, scores: Sequence[Tensor], ranks: Sequence[int], y: Tensor) -> None:
+    def __init__(self, found: Decisions, ranks: Sequence[int], y: Tensor) -> None:
         super().__init__()
+        scores, self.each = found.scores, found.each_alone
         chosen = [
             of.detach().topk(min(max(rank, 0) + 1, of.shape[1])).indices[:, -1]
             for of, rank in zip(scores, ranks, strict=False)

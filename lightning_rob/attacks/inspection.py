@@ -79,7 +79,8 @@ class Inspection:
             views += [view, replace(view, stages=stages)] if stages else [view]
         if any(view.stages for view in views):
             self.findings.append("values before the output that stand for logits")
-        self.ways = self._hold(replace(base, slopes=hard), x) if "rounding" in hard else []
+        if "rounding" in hard:
+            self.ways = self._hold(replace(base, slopes=hard), x, "saturating" in met)
         views += self.ways[:1]
         parts = self._parts(x)
         alike = [name for name, same in parts.items() if same]
@@ -127,7 +128,9 @@ class Inspection:
             self.together = change > least
             self.findings += ["predictions that depend on the batch"] if self.together else []
 
-    def _hold(self, view: SurrogateGradient, x: Tensor) -> list[SurrogateGradient]:
+    def _hold(
+        self, view: SurrogateGradient, x: Tensor, saturating: bool
+    ) -> list[SurrogateGradient]:
         """Return surrogates with the decisions of an image held, at its own outcomes first."""
         self.spent += self.networks
         try:
@@ -146,6 +149,8 @@ class Inspection:
             places = range(len(seen.scores))
             ranks = tuple(int(at in turned) if at in used else -1 for at in places)
             ways.append(replace(view, held=ranks))
+        if saturating:  # what decides may be behind what saturates
+            ways.append(replace(ways[0], slopes=(*view.slopes, "saturating")))
         return list(dict.fromkeys(ways))
 
     def _observed(self, view: SurrogateGradient, x: Tensor) -> tuple[set[Slope], tuple[int, ...]]:

@@ -485,8 +485,7 @@ class Search:
             return
         if stuck and self.look.ways:  # more steps than in the first round
             yield from self.look.ways
-            return
-        if judged:
+        elif judged:
             yield from self._of_best([one.attack for one in judged])
         if self.estimated and (stuck or self._lost):
             yield self.estimated

@@ -62,6 +62,29 @@ def _by_place(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[s
     return (*args, *(kwargs.pop(name) for name in names)), kwargs
 
 
+class Number(float):
+    """A number that left torch by `item`, and is compared as the tensor [] that it was."""
+
+    def __new__(cls, value: float, source: Tensor) -> Self:
+        number = super().__new__(cls, value)
+        number.source = source
+        return number
+
+    source: Tensor
+
+    def __gt__(self, other: Any) -> bool:
+        return bool(self.source > other)
+
+    def __ge__(self, other: Any) -> bool:
+        return bool(self.source >= other)
+
+    def __lt__(self, other: Any) -> bool:
+        return bool(self.source < other)
+
+    def __le__(self, other: Any) -> bool:
+        return bool(self.source <= other)
+
+
 class OtherSlopes(TorchFunctionMode):
     """Give operations other slopes, and keep the values that may be logits.
 
@@ -144,7 +167,8 @@ class OtherSlopes(TorchFunctionMode):
         if name in LEAVES_TORCH:
             if first.dim() > 1 and attached:
                 self.gone.append(first)
-            return func(first.detach(), *args[1:], **kwargs)
+            out = func(first.detach(), *args[1:], **kwargs)
+            return Number(out, first.reshape(())) if isinstance(out, float) else out
         if not attached:
             return func(*args, **kwargs)
         if name == "_set_grad_enabled":
@@ -227,7 +251,8 @@ class OtherSlopes(TorchFunctionMode):
         whole = isinstance(out, Tensor) and not (out.is_floating_point() or out.is_complex())
         if whole and out.shape == first.shape:  # a cast to whole numbers
             self.met.add("rounding")
-            return hiding(out, first) if "rounding" in self.slopes else out
+            source = -first if name == "signbit" else first
+            return hiding(out, source) if "rounding" in self.slopes else out
         return out
 
     def _picked(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -348,8 +348,7 @@ class SeenThrough(Defense):
         A pass that makes fewer decisions, as where no image needs a second network, holds those.
         """
         if self.view.held:
-            scores = self.decisions(x, generator).scores
-            self.outcomes = HeldOutcomes(scores, self.view.held, y)
+            self.outcomes = HeldOutcomes(self.decisions(x, generator), self.view.held, y)
             self.observed(x.detach().requires_grad_(), generator)  # for the sizes
         return self
 
@@ -444,7 +443,7 @@ class SeenThrough(Defense):
     ) -> "Observed":
         """Return what a forward pass of images x [B, …] that need a gradient shows."""
         view, held = self.view, self.outcomes
-        decisions = Decisions(len(x), held.outcomes) if held else decisions
+        decisions = Decisions(len(x), held.outcomes, held.each) if held else decisions
         mode = OtherSlopes(view.slopes, len(x), decisions)
         inner = unwrapped(self.defense)
         with all_at_once(), mode, entering(self.defense, view.enter, x, self.stand_in):

@@ -169,7 +169,13 @@ DECIDED = (  # by three scores of an image, with the number of decisions
     (lambda z: z.topk(1, largest=False).indices[:, 0] == 1, 1),
     (lambda z: torch.topk(z, 1).indices[:, 0] == 1, 1),
     (lambda z: z.max(1).values > 0.9, 1),  # of whose place no use is made
-    (lambda z: (z[:, 0] > 0.5) if z.max() > 0 else z[:, 1] > 0.5, 1),
+    (lambda z: ~(z[:, 0] - 0.5).signbit(), 1),
+    (lambda z: z[:, 0].round() == 1, 1),
+    (lambda z: (2 * z[:, 0]).long() == 1, 1),
+    (lambda z: torch.bucketize(z[:, 0].contiguous(), torch.tensor([0.3, 0.6])) == 1, 1),
+    (lambda z: torch.stack([row[0] > 0.5 if row[1] > 0.5 else row[2] > -1 for row in z]), 2),
+    (lambda z: torch.tensor([row[0].item() > 0.5 for row in z]), 1),
+    (lambda z: torch.tensor([row[:1].item() <= 0.5 for row in z]), 1),
 )
 
 
@@ -196,6 +202,20 @@ def test_decisions_are_found_and_turned(decide, many, images):
             assert same.all()
         elif many == 1:
             assert (~same).any()
+
+
+def test_a_condition_on_the_batch_is_no_decision():
+    """One yes or no for several images is not held, and those of an odd number are not."""
+
+    class Decided(nn.Module):
+        def forward(self, x):
+            z = x.flatten(1)
+            some = z if z.mean() > 0 else -z
+            return torch.stack([row if row[0] > 0.5 else -row for row in some])
+
+    x = torch.rand((6, 3, 1, 1), generator=seeded(3))
+    view = SurrogateGradient(APGD(THREAT), ("rounding",))
+    assert not SeenThrough(Single(Decided()), view).decisions(x).used
 
 
 def test_a_pass_with_fewer_decisions_is_attacked():
