@@ -56,9 +56,9 @@ def main(args: Sequence[str] | None = None) -> None:
     args = list(sys.argv[1:] if args is None else args)
     if not args or args[0] in ("-h", "--help"):
         width = max(map(len, COMMANDS))
-        print(HELP.format(commands="\n".join(f"  {k:{width}}  {v}" for k, v in COMMANDS.items())))
+        _show(HELP.format(commands="\n".join(f"  {k:{width}}  {v}" for k, v in COMMANDS.items())))
     elif args[0] == "--version":
-        print(f"lightning-rob {__version__}")
+        _show(f"lightning-rob {__version__}")
     elif args[0] not in COMMANDS:
         choices = f", choose from {', '.join(COMMANDS)}"
         _fail(f"unknown command {args[0]!r}{nearest(args[0], COMMANDS, choices)}")
@@ -72,11 +72,19 @@ def main(args: Sequence[str] | None = None) -> None:
         elif config:
             from lightning_rob.cli.options import build_parser  # jsonargparse takes a moment
 
-            print(build_parser(args[0], config).format_help().rstrip())
+            _show(build_parser(args[0], config).format_help().rstrip())
         else:
             from lightning_rob.cli.help import run_help
 
-            print(run_help(args[0], COMMANDS[args[0]]))
+            _show(run_help(args[0], COMMANDS[args[0]]))
+
+
+def _show(page: str) -> None:
+    """Print a page, to a reader such as `head` that may close the pipe before its end."""
+    try:
+        print(page, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
 
 
 def _run(reads_records: bool, command: str, *args: str) -> None:

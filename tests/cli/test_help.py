@@ -1,7 +1,10 @@
 """`--help` of every command: a screen, an example, and at once."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from dataclasses import fields
 
 import pytest
@@ -33,6 +36,16 @@ print(json.dumps(pages))
 @pytest.fixture(scope="module")
 def pages():
     return json.loads(python("-c", f"HEAVY = {HEAVY}{ALL}"))
+
+
+def test_a_reader_that_closes_the_pipe_sees_no_error():
+    """Such as `head`."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-m", "lightning_rob", "--help"]
+    done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, check=True)
+    os.close(writes)
+    assert not done.stderr
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
