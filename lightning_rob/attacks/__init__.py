@@ -44,7 +44,6 @@ from lightning_rob.attacks.pdgd import PDGD as PDGD
 from lightning_rob.attacks.pgd import PGD as PGD
 from lightning_rob.attacks.random_points import RandomCorners as RandomCorners
 from lightning_rob.attacks.random_points import RandomStart as RandomStart
-from lightning_rob.attacks.search import AutoResult as AutoResult
 from lightning_rob.attacks.search import Unmasked as Unmasked
 from lightning_rob.attacks.square import Square as Square
 from lightning_rob.attacks.surrogate import SurrogateGradient as SurrogateGradient
@@ -58,3 +57,4 @@ from lightning_rob.attacks.transform_ensemble import PAA as PAA
 from lightning_rob.attacks.transform_ensemble import TAA as TAA
 from lightning_rob.attacks.transform_ensemble import OnDifferentiable as OnDifferentiable
 from lightning_rob.attacks.transform_ensemble import ranking_weights as ranking_weights
+from lightning_rob.attacks.trials import AutoResult as AutoResult

@@ -21,15 +21,10 @@ from lightning_rob.attacks.inspection import lacks_gradient
 from lightning_rob.attacks.lattice_climber import LatticeClimber
 from lightning_rob.attacks.members import Strongest
 from lightning_rob.attacks.pgd import PGD
-from lightning_rob.attacks.search import (
-    DRAWS,
-    NO_GRADIENT,
-    AutoResult,
-    Search,
-    Unmasked,
-)
+from lightning_rob.attacks.search import NO_GRADIENT, Search, Unmasked
 from lightning_rob.attacks.square import Square
 from lightning_rob.attacks.transform_ensemble import OnDifferentiable
+from lightning_rob.attacks.trials import DRAWS, AutoResult
 from lightning_rob.defenses import Defense, is_transform_ensemble, random_transforms_in
 from lightning_rob.defenses.per_image import per_image_layers
 from lightning_rob.defenses.rejection import unwrapped

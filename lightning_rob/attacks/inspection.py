@@ -61,6 +61,11 @@ class Inspection:
         self.ways: list[SurrogateGradient] = []  # with decisions held, at its own outcomes first
         self.spent = 0  # passes of an image
 
+    @property
+    def one_attack(self) -> bool:
+        """Whether one attack has to do: a prediction is no proof, or images belong together."""
+        return self.random or self.together
+
     def views_through(self, base: SurrogateGradient, x: Tensor) -> list[SurrogateGradient]:
         """Return the surrogates that a forward pass of images x calls for, with `base` first."""
         hard: tuple[Slope, ...] = ()

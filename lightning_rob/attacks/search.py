@@ -2,12 +2,10 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from math import ceil, inf
-from textwrap import shorten
+from math import inf
 from typing import Any, ClassVar
 
 import torch
-import yaml
 from torch import Tensor
 
 from lightning_rob.attacks.active_set import positions
@@ -15,15 +13,23 @@ from lightning_rob.attacks.apgd import APGD
 from lightning_rob.attacks.base import Attack
 from lightning_rob.attacks.budget import PassCount
 from lightning_rob.attacks.decorators import AttackDecorator, Budgeted
-from lightning_rob.attacks.execution import restoring
 from lightning_rob.attacks.few_pixels import FewPixels
-from lightning_rob.attacks.folding import FoldingError
 from lightning_rob.attacks.gradient import ObjectiveGradient
 from lightning_rob.attacks.inspection import Inspection, lacks_gradient
 from lightning_rob.attacks.members import Best, Strongest
 from lightning_rob.attacks.pgd import PGD
 from lightning_rob.attacks.square import Square
 from lightning_rob.attacks.surrogate import SurrogateGradient
+from lightning_rob.attacks.trials import (
+    DRAWS,
+    MORE_DRAWS,
+    TARGETS,
+    AutoResult,
+    Judged,
+    Trials,
+    changed,
+    is_few,
+)
 from lightning_rob.defenses import Defense, Single
 from lightning_rob.defenses.per_image import restricted_to
 from lightning_rob.objectives import (
@@ -31,24 +37,19 @@ from lightning_rob.objectives import (
     losses_of_rule,
     without_scale,
 )
-from lightning_rob.randomness import Generator, derive_seed, own_streams, seed_of
+from lightning_rob.randomness import Generator, own_streams, seed_of
 from lightning_rob.rules import random_member
 from lightning_rob.runtime.errors import at_least
-from lightning_rob.runtime.identity import attack_spec
 from lightning_rob.threat import Threat
 
 IMAGES = 24  # that still stand, on which candidates are compared
 PROBED = 16  # images of which a forward pass is looked at
-DRAWS, MORE_DRAWS = 2, 6  # for each step on a network that draws noise of its own
-PREDICTIONS = 5  # of such a network, to judge an attack
 SHARES = (0.15, 0.25)  # of the passes, for all candidates and for variants of the best
 OF_RANDOM = (0.05, 0.35, 0.2)  # for the opening, candidates and variants where steps cost more
 LEARNING = 0.02  # share of the passes from which a network learns what lies before a part
 COPIES, NOISE = 6, 0.3  # noisy copies for each step, and their noise as a share of the radius
 PAIRS = 5  # of opposite points, where the gradient is estimated from predictions
-COSTLY = ("queries", "copies", "pairs", "stand_in")  # of an attack that needs more passes
 STUCK = 0.8  # share of the images left from which attacks are tried that cost more
-TARGETS, FOR_A_TARGET = 9, 120  # wrong classes at most, and passes to climb towards each
 LOCAL = 0.5  # of the passes for the winners, for a search without slopes from their images
 MOST_LOCAL = 0.7  # of them where few pixels win, in few passes
 VIEWS = 2  # surrogates with which few pixels are changed by one length
@@ -56,61 +57,6 @@ BISECTIONS = 9  # to find what change of each pixel crosses a step
 NO_GRADIENT = "no gradient leads to the images"
 LOOKING_FROM = 30  # passes of an image and network from which it pays to look for what hides
 WINDOW = 0.2  # share of the image in its first windows
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One attack of a search, and the share of images that it left."""
-
-    words: str
-    attack: Attack
-    images: int
-    left: float  # share of the images; NaN where it could not run
-    passes: int  # of an image, at most
-    error: str = ""
-
-
-@dataclass(frozen=True)
-class AutoResult:
-    """Images of `Auto`, the attack that it found, what hides gradients, and what was tried."""
-
-    x_adv: Tensor  # [B, C, H, W]
-    attack: Attack  # runs alone, and gives the same images of this batch
-    findings: tuple[str, ...] = ()  # what hides gradients, in words
-    trail: tuple[Trial, ...] = ()  # what was tried, in order
-
-    def __str__(self) -> str:
-        """Return the findings and what was tried, line by line."""
-        if not self.trail:
-            return "Not searched: the attacks for this kind of defense got all passes"
-        lines = [f"Found: {'; '.join(self.findings) or 'nothing that hides gradients'}"]
-        lines.append("Tried: first, then candidates on images that stood, then the winners on all")
-        lines.append("  left %  images  passes")
-        for trial in self.trail:
-            left = "       -" if trial.error else f"{100 * trial.left:8.1f}"
-            reason = f" ({shorten(trial.error, 90)})" if trial.error else ""
-            lines.append(f"{left}{trial.images:8}{trial.passes:8}  {trial.words}{reason}")
-        return "\n".join(lines)
-
-    @property
-    def recipe(self) -> str:
-        """The attack as a plug-in, the content of a file for `--trainer.callbacks+=FILE`."""
-        spec = {"attacks": {"auto": attack_spec(self.attack)}}
-        plugin = {"class_path": "lightning_rob.RobustEval", "init_args": spec}
-        return yaml.safe_dump(plugin, sort_keys=False)
-
-
-@dataclass
-class Judged:
-    """A candidate with the probability of a right prediction of each image of the search."""
-
-    attack: Any
-    right: Tensor
-
-    @property
-    def left(self) -> float:
-        """Mean probability of a right prediction."""
-        return float(self.right.mean())
 
 
 @dataclass(frozen=True)
@@ -173,18 +119,13 @@ class Search:
         self.at = x  # where forward passes are looked at
         # Noise of its own, so that the attack that is found draws the same when it runs alone.
         self.seed = int(torch.randint(2**62, ())) if generator is None else seed_of(generator)
-        self.restore = restoring(generator)
         self.networks, self.drawn = len(defense.weights), drawn
-        self.count = PassCount(defense, x, classes)
-        again = type(defense).sample_logits is Defense.sample_logits  # all draws of a prediction
-        self.draws = ceil(DRAWS / self.networks) if drawn and again else DRAWS
         self.cross_entropy, self.margin = losses_of_rule(defense.rule, self.networks)
         self.relative = without_scale(classes)
         self.look = Inspection(threat, defense, x, y, self.margin, self.seed)
+        self.trials = Trials(self.look, generator, classes, passes, drawn)
         self.rugged = self.shrinking = False
-        self.trail: list[Trial] = []
         self.estimated: SurrogateGradient | None = None  # by predictions alone
-        self.tried = 0  # passes of an image for attacks, at most
 
     def run(self, first: Attack, opening: int) -> AutoResult:
         """Attack all images by `first`, within `opening` passes, and by what is found."""
@@ -199,17 +140,17 @@ class Search:
             start, *shares = OF_RANDOM
             opening = int(start * self.passes)
         if drawn or self.look.together:  # no image may leave a batch on which the others depend
-            first = self._within(views[0], opening)
+            first = self.trials.within(views[0], opening)
         best = self._opened(first)
         if best is None:
             opening = 2 * self.networks
             views += [view for view in self.look.entries if view not in views]
         x_adv = self.x if best is None else best.x_adv
-        right = self._right(x_adv, positions(x_adv)) if best is None else best.right
-        self._note("first", first, right, opening + self._judging)
-        if not self._one_attack and self.look.varies(x_adv[:PROBED], positions(x_adv)[:PROBED]):
+        right = self.trials.right(x_adv, positions(x_adv)) if best is None else best.right
+        self.trials.note("first", first, right, opening + self.trials.judging)
+        if not self.look.one_attack and self.look.varies(x_adv[:PROBED], positions(x_adv)[:PROBED]):
             self.look.random, self.at = True, x_adv  # noise that clean images do not show
-            self.restore()
+            self.trials.restore()
             return self.run(first, opening)
         standing = (right > 0).nonzero()[:, 0]
         if not len(standing):
@@ -218,24 +159,19 @@ class Search:
         winners = self._searched(views, rows, shares)
         return self._finished(first, best, winners)
 
-    @property
-    def _one_attack(self) -> bool:
-        """Whether one attack has to do: a prediction is no proof, or images belong together."""
-        return self.look.random or self.look.together
-
     def _planned(self) -> AutoResult:
         """Attack all images by the attack for their defense, or by Square without a gradient."""
-        passes = self._left
+        passes = self.trials.left
         attack = self.plan(passes)
         try:
-            x_adv, right = self._alone(attack)
+            x_adv, right = self.trials.alone(attack)
         except RuntimeError as error:
             if not lacks_gradient(error):
                 raise
             self.look.findings.append(NO_GRADIENT)
             attack = Budgeted(Square(self.threat), passes)
-            x_adv, right = self._alone(attack)
-        self._note("first", attack, right, passes)
+            x_adv, right = self.trials.alone(attack)
+        self.trials.note("first", attack, right, passes)
         return self._found(x_adv, attack)
 
     def _opened(self, first: Attack) -> Best | None:
@@ -243,14 +179,14 @@ class Search:
         x = self.x
         best = Best(x.clone(), x.new_full((len(x),), torch.inf))
         try:
-            if self._one_attack:
-                best.x_adv, best.right = self._alone(first)
+            if self.look.one_attack:
+                best.x_adv, best.right = self.trials.alone(first)
             else:
                 best.improve(first, 0, self.defense, x, self.y, self.generator)
         except RuntimeError as error:  # a surrogate may have a gradient
             if not lacks_gradient(error):
                 raise
-            self.restore()  # for what is found runs without this attack
+            self.trials.restore()  # for what is found runs without this attack
             self.look.findings.append(NO_GRADIENT)
             self.look.blocked = True
             return None
@@ -260,7 +196,7 @@ class Search:
         self, views: list[SurrogateGradient], rows: Tensor, shares: list[float]
     ) -> list[tuple[float, Attack]]:
         """Return the winners with their shares; none where several networks hide nothing."""
-        several = self.networks > 1 and not self._one_attack
+        several = self.networks > 1 and not self.look.one_attack
         if several and not self.look.findings and not self.look.is_rugged(views[0], rows[:PROBED]):
             return []
         judged = self._judged(views, rows, shares)
@@ -268,27 +204,26 @@ class Search:
             found = judged[0].attack
             if hasattr(found, "slopes") and replace(found, attack=views[0].attack) == views[0]:
                 return []
-        return self._winners(judged)[: 1 if self._one_attack else None]
+        return self._winners(judged)[: 1 if self.look.one_attack else None]
 
     def _finished(
         self, first: Attack, best: Best | None, winners: list[tuple[float, Attack]]
     ) -> AutoResult:
         """Attack the images that stand by the winners; `best` is of the first attack, if it ran."""
-        free = self._left - max(len(winners), 1) * self._judging
+        free = self.trials.left - max(len(winners), 1) * self.trials.judging
         # Slopes that say little lead into the neighbourhood of an image that fools, and no further.
         entered = self.networks > 1 and any(getattr(one, "enter", ()) for _, one in winners)
-        rough = self.rugged and self._scored and not self._one_attack and not entered
-        few = any(_is_few(attack) for _, attack in winners)
+        rough = self.rugged and self._scored and not self.look.one_attack and not entered
+        few = any(is_few(attack) for _, attack in winners)
         local = int((MOST_LOCAL if few else LOCAL) * free) if rough else 0
         free -= local
-        finals: list[tuple[Attack, int]]
-        finals = [(self._within(attack, n), n) for attack, n in self._affordable(winners, free)]
+        finals = self.trials.shared(winners, free)
         if not winners:  # all losses of the rule of several networks are better than one of them
             finals = [(self.plan(free), free)]
-        if self._one_attack and finals:
+        if self.look.one_attack and finals:
             final, given = finals[0]
-            x_adv, right = self._alone(final)
-            self._note("winner", final, right, given)
+            x_adv, right = self.trials.alone(final)
+            self.trials.note("winner", final, right, given)
             if best is None or float(right.mean()) <= float(best.right.mean()):
                 return self._found(x_adv, final)
             return self._found(best.x_adv, first)
@@ -296,28 +231,17 @@ class Search:
         best = best or Best(self.x.clone(), self.x.new_full((len(self.x),), torch.inf))
         for turn, (final, given) in enumerate(finals, len(attacks)):
             best.improve(final, turn, self.defense, self.x, self.y, self.generator)
-            self._note("winner", final, best.right, given)
+            self.trials.note("winner", final, best.right, given)
         chosen = (*attacks, *(final for final, _ in finals)) or (first,)
         return self._from_there(chosen[0] if len(chosen) == 1 else Strongest(chosen), best, local)
-
-    def _affordable(
-        self, winners: list[tuple[float, Attack]], passes: int
-    ) -> list[tuple[Attack, int]]:
-        """Return attacks with their passes; the last ones with too few leave them to the others."""
-        while winners:
-            total = sum(share for share, _ in winners)
-            parts = [(attack, int(share / total * passes)) for share, attack in winners]
-            poor = [at for at, (attack, given) in enumerate(parts) if given < self._least(attack)]
-            if not poor:
-                return parts
-            winners = [winner for at, winner in enumerate(winners) if at != poor[-1]]
-        return []
 
     def _judged(
         self, views: list[SurrogateGradient], rows: Tensor, shares: list[float]
     ) -> list[Judged]:
         """Try views, and variants of the best ones unless they fool all images; best first."""
-        judged = self._round("1", list(self._candidates(views)), rows, int(shares[0] * self.passes))
+        judged = self.trials.round(
+            "1", list(self._candidates(views)), rows, int(shares[0] * self.passes)
+        )
         judged.sort(key=lambda one: one.left)  # stable: the earlier one wins ties
         if not judged or judged[0].left > 0:
             climbs = bool(judged) and (self.networks == 1 or not self.look.random)
@@ -328,7 +252,7 @@ class Search:
             # Few pixels need few passes, and Square many.
             costly = any(getattr(variant, "stand_in", 0) for variant in variants)
             share = shares[0] if self._few_only and not costly else shares[1]
-            judged += self._round("2", variants, rows, int(share * self.passes))
+            judged += self.trials.round("2", variants, rows, int(share * self.passes))
             judged.sort(key=lambda one: one.left)
         return judged
 
@@ -339,8 +263,8 @@ class Search:
             return self._found(best.x_adv, found)
         square = Square(self.threat, queries, WINDOW, start=found)
         x_adv = square.search(self.defense, self.x, self.y, self.generator, best.x_adv)
-        right = self._right(x_adv, positions(x_adv))
-        self._note("from there", square, right, passes)
+        right = self.trials.right(x_adv, positions(x_adv))
+        self.trials.note("from there", square, right, passes)
         better = float(right.mean()) < float(best.right.mean())
         return self._found(x_adv, square) if better else self._found(best.x_adv, found)
 
@@ -364,30 +288,8 @@ class Search:
         """Whether Square may search: on images, by scores that are those of the prediction."""
         return self.x.dim() == 4 and self.defense.rule is not random_member
 
-    @property
-    def _predictions(self) -> int:
-        """Predictions of each image by which an attack is judged."""
-        enough = ceil(PREDICTIONS / self.networks) if self.drawn else PREDICTIONS
-        return enough if self.look.random else 1
-
-    @property
-    def _judging(self) -> int:
-        """Passes that the predictions cost by which an attack is judged."""
-        return self.networks * self._predictions
-
-    @property
-    def _left(self) -> int:
-        """Passes of an image that are left."""
-        return self.passes - self.tried - self.look.spent
-
     def _found(self, x_adv: Tensor, attack: Attack) -> AutoResult:
-        return AutoResult(x_adv, attack, tuple(self.look.findings), tuple(self.trail))
-
-    def _note(self, turn: str, attack: Attack, right: Tensor, passes: int, error: str = "") -> None:
-        left = float("nan") if error else float(right.mean())
-        words = f"{turn}: {in_words(attack)}"
-        self.trail.append(Trial(words, attack, len(right), left, passes, error))
-        self.tried += passes
+        return AutoResult(x_adv, attack, tuple(self.look.findings), tuple(self.trials.trail))
 
     def _views(self, rows: Tensor) -> list[SurrogateGradient]:
         """Look at forward passes of a few images; return what their findings call for."""
@@ -402,13 +304,13 @@ class Search:
             margin: Attack = APGD(self.threat, objective=self.margin, early_stop=not together)
             if random:
                 # Step sizes that follow a noisy objective shrink too soon; momentum averages draws.
-                step = PGD(self.threat, 1, self.threat.eps, self.margin, self.draws)
+                step = PGD(self.threat, 1, self.threat.eps, self.margin, self.trials.draws)
                 margin = replace(step, momentum=(0.9,))
             if random and self.threat.p == 1:  # where PGD is weak, with noise too
-                runs = APGD(self.threat, objective=self.cross_entropy, draws=self.draws)
+                runs = APGD(self.threat, objective=self.cross_entropy, draws=self.trials.draws)
                 margin = replace(runs, early_stop=False)
             base = SurrogateGradient(margin, draws_anew=random, together=together)
-            if self._one_attack and self.networks == 1:
+            if self.look.one_attack and self.networks == 1:
                 step = PGD(self.threat, 1, self.threat.eps, self.margin, 1, momentum=(0.9,))
                 noisy = replace(self._noisy(base), copies=0, pairs=PAIRS)
                 self.estimated = replace(noisy, attack=step, draws_anew=True)
@@ -427,16 +329,18 @@ class Search:
         all_of_it = max(views, key=lambda view: (len(view.slopes), len(view.stages)))
         best = all_of_it if self.look.blocked or all_of_it.stages else views[0]
         if self.shrinking:
-            best = _changed(best, objective=self.relative)
-            views += [_changed(view, objective=self.relative) for view in views]
-        share = self.passes // (3 * len(views)) - 2 * self._judging  # a prediction and a margin
-        if share < self._least(attack):
+            best = changed(best, objective=self.relative)
+            views += [changed(view, objective=self.relative) for view in views]
+        trials = self.trials
+        judging = 2 * trials.judging  # a prediction and a margin
+        share = self.passes // (3 * len(views)) - judging
+        if share < trials.least(attack):
             views = [view for view in views if not view.held]
-            share = self.passes // (3 * len(views)) - 2 * self._judging
-        if len(views) > 1 and share >= attack.least(self.count):
+            share = self.passes // (3 * len(views)) - judging
+        if len(views) > 1 and share >= attack.least(trials.count):
             for view in views:
                 try:
-                    x_adv, _ = self._tried(self._within(view, share), rows)
+                    x_adv, _ = trials.attacked(trials.within(view, share), rows)
                 except RuntimeError as error:
                     if not lacks_gradient(error):
                         raise
@@ -444,28 +348,18 @@ class Search:
                 with restricted_to(self.defense, rows):
                     value = margin.value(self.defense, x_adv, self.y[rows], self.look.noise())
                 tried.append((float(value.nan_to_num().mean()), view))
-            self.tried += (share + 2 * self._judging) * len(views)
+            trials.tried += (share + judging) * len(views)
             best = max(tried, key=lambda one: one[0], default=(0.0, views[0]))[1]
-        self.restore()
+        trials.restore()
         chosen = best if best.slopes or best.stages or best.enter else best.attack
         # Called, not only run: in parts where memory or a CPU's caches call for them.
-        return self._within(chosen, self._left)(self.defense, self.x, self.y, self.generator)
+        return trials.within(chosen, trials.left)(self.defense, self.x, self.y, self.generator)
 
     def _candidates(self, views: list[SurrogateGradient]) -> Iterator[SurrogateGradient]:
         yield from views
-        yield _changed(views[0], objective=self.cross_entropy)
+        yield changed(views[0], objective=self.cross_entropy)
         if self.shrinking:
-            yield _changed(views[0], objective=self.relative)
-
-    def _within(self, attack: Any, passes: int) -> Budgeted:
-        """Return the attack within some passes, with steps of PGD that lead across the ball."""
-        own = self.look.random or bool(getattr(attack, "pairs", 0))
-        if own and hasattr(getattr(attack, "attack", None), "step_size"):
-            steps = max(passes // attack.cost(self.count), 1)
-            attack = _changed(attack, step_size=2.5 * self.threat.eps / steps)
-        if getattr(getattr(attack, "attack", None), "targets", 0):  # few steps reach none
-            attack = _changed(attack, targets=min(max(passes // FOR_A_TARGET, 3), TARGETS))
-        return Budgeted(attack, max(passes, 1))
+            yield changed(views[0], objective=self.relative)
 
     def _noisy(self, view: SurrogateGradient) -> SurrogateGradient:
         # In l1 the radius is spent on few pixels: noise is measured by what each of them moves.
@@ -496,7 +390,9 @@ class Search:
         """Yield changes of few pixels across the steps, measured where there is no noise."""
         few = FewPixels(self.threat, objective=self.margin)
         if self.look.random:
-            yield from (replace(view, attack=replace(few, draws=self.draws)) for view in views[:1])
+            yield from (
+                replace(view, attack=replace(few, draws=self.trials.draws)) for view in views[:1]
+            )
             return
         measured = replace(few, bisections=BISECTIONS)
         yield from (replace(entry, attack=measured) for entry in self.look.entries[:1])
@@ -513,7 +409,7 @@ class Search:
         if self.shrinking or (each and not self.look.random and self.classes > 2):
             objectives += [self.relative]
         losses = [o for o in objectives if o is not best.attack.objective]
-        tried = [_changed(best, objective=objective) for objective in losses]
+        tried = [changed(best, objective=objective) for objective in losses]
         if self.look.random and self._lost:
             yield from (entry for entry in self.look.entries if entry not in ranked)
             return
@@ -524,7 +420,7 @@ class Search:
             return
         yield from tried
         if self.look.random:  # its own noise smooths already
-            yield _changed(best, draws=MORE_DRAWS * self.draws // DRAWS)
+            yield changed(best, draws=MORE_DRAWS * self.trials.draws // DRAWS)
             return
         yield from (view for view in others[:1] if view not in tried)
         if self.rugged:
@@ -532,89 +428,23 @@ class Search:
         for view in (best, *others[:1]) if self.rugged and self.networks == 1 else ():
             yield self._noisy(view)  # too many passes for several networks
 
-    def _round(
-        self, turn: str, candidates: list[Attack], rows: Tensor, passes: int
-    ) -> list[Judged]:
-        """Try candidates on the same images with their shares of the passes."""
-        judged, weights = [], {one: self._weight(one, turn) for one in candidates}
-
-        def share(candidate: Any) -> int:
-            return weights[candidate] * passes // sum(weights.values())
-
-        for candidate in reversed(candidates):  # the passes of too few for one go to the others
-            if share(candidate) - self._judging < self._least(candidate):
-                del weights[candidate]
-                self._note(turn, candidate, self.x.new_ones(len(rows)), 0, "too few passes")
-        for candidate in weights:
-            given = share(candidate)
-            attack, error = self._within(candidate, given - self._judging), ""
-            right = self.x.new_ones(len(rows))
-            try:
-                _, right = self._tried(attack, rows)
-                judged.append(Judged(candidate, right))
-            except (torch.OutOfMemoryError, FoldingError):
-                raise
-            except Exception as problem:  # the next candidate may run
-                error = f"{type(problem).__name__}: {problem}"
-            self._note(turn, attack, right, given, error)
-        return judged
-
-    def _least(self, attack: Attack) -> int:
-        """Return the passes of an attack's fewest steps, with those that `Budgeted` asks."""
-        least = attack.least(self.count)
-        return least + self.count.asked
-
-    def _weight(self, candidate: Any, turn: str) -> int:
-        """Return the share of the passes in a trial of what costs more in each step."""
-        costly = any(getattr(candidate, name, 0) for name in COSTLY)
-        weight = 5 if costly else 1
-        if self.look.random:
-            many = _is_few(candidate) or bool(getattr(candidate, "pairs", 0))
-            weight = 3 if many else (candidate.attack.draws or 1) // self.draws
-        # Two forward passes a step, of which the first ones fool no image.
-        return weight * ((6 if turn == "1" else 3) if getattr(candidate, "held", ()) else 2)
-
-    def _alone(self, attack: Attack) -> tuple[Tensor, Tensor]:
-        """Attack all images as the attack does when it runs by itself; as `_tried`."""
-        self.restore()
-        with own_streams(self.seed, self.x.device):
-            x_adv = attack.perturb(self.defense, self.x, self.y, self.generator)
-        return x_adv, self._right(x_adv, positions(x_adv))
-
-    def _tried(self, attack: Attack, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return images [b, …] of an attack, and the probability [b] of a right prediction."""
-        x, seed = self.x[rows], derive_seed(self.seed, len(self.trail))
-        noise = torch.Generator(x.device).manual_seed(seed)
-        with restricted_to(self.defense, rows), own_streams(seed, x.device):
-            x_adv = attack.perturb(self.defense, x, self.y[rows], noise)
-        return x_adv, self._right(x_adv, rows)
-
-    @torch.no_grad()
-    def _right(self, x_adv: Tensor, rows: Tensor) -> Tensor:
-        runs, noise = [], self.look.noise()
-        with restricted_to(self.defense, rows), own_streams(self.seed, x_adv.device):
-            for _ in range(self._predictions):
-                right = self.defense(x_adv, noise).gather(1, self.y[rows, None])
-                runs.append(right[:, 0])
-        return torch.stack(runs).mean(0).to(x_adv)
-
     def _winners(self, judged: list[Judged]) -> list[tuple[float, Attack]]:
         """Return attacks for all images that stand, with their shares of the passes."""
         if not judged:  # nothing could run
             return [(1.0, Square(self.threat))]
         best = judged[0]
-        if self.look.random and _is_few(best.attack):
-            return [(1.0, _changed(best.attack, draws=MORE_DRAWS * self.draws // DRAWS))]
+        if self.look.random and is_few(best.attack):
+            return [(1.0, changed(best.attack, draws=MORE_DRAWS * self.trials.draws // DRAWS))]
         if self.networks > 1 and not self.look.random and hasattr(best.attack, "slopes"):
             # Losses of their rule, each better at times.
             losses = (self.cross_entropy, self.relative if self.shrinking else self.margin)
-            return [(1.0, _changed(best.attack, objective=loss)) for loss in losses]
+            return [(1.0, changed(best.attack, objective=loss)) for loss in losses]
         follows = not getattr(best.attack, "copies", 1)  # a gradient, at the image itself
         # Of several networks, losses of their rule say more than a loss towards a class.
         towards = follows and self.classes > 3 and self.networks == 1
         towards = towards and not self.look.random and self.threat.p != 1
         towards = towards and hasattr(best.attack.attack, "targets")
-        targeted = _changed(best.attack, targets=TARGETS) if towards else None
+        targeted = changed(best.attack, targets=TARGETS) if towards else None
         if best.left == 1 and targeted:
             return [(1.0, targeted)]
         # Most passes where decisions are held: on six defenses 1 leaves up to 15 points more.
@@ -623,35 +453,3 @@ class Search:
         if float(torch.minimum(joint.right, best.right).mean()) < best.left:
             winners.append((0.75, joint.attack))
         return [*winners, (1.5, targeted)] if targeted else winners
-
-
-def _changed(view: SurrogateGradient, **changes: Any) -> SurrogateGradient:
-    """Return the surrogate with another setting of its attack."""
-    return replace(view, attack=replace(view.attack, **changes))  # type: ignore[type-var]
-
-
-def _is_few(attack: Any) -> bool:
-    """Return whether an attack changes few pixels, in many passes even for its first step."""
-    return hasattr(getattr(attack, "attack", None), "bisections")
-
-
-def in_words(attack: Any) -> str:
-    """Return an attack in a few words, for the trail."""
-    inner = getattr(attack, "attack", None)
-    if inner is not None:
-        parts = [in_words(inner)]
-        if hasattr(attack, "slopes"):
-            parts += [f"slopes through {', '.join(attack.slopes)}"] if attack.slopes else []
-            parts += [f"on {len(attack.stages)} values before the output"] if attack.stages else []
-            before = "a learned stand-in" if attack.stand_in else "identity"
-            parts += [f"decisions held at {attack.held}"] if attack.held else []
-            parts += [f"{before} before {', '.join(attack.enter)}"] if attack.enter else []
-            parts += [f"mean of {attack.copies} noisy copies"] if attack.copies else []
-            parts += ["slopes estimated from predictions"] if attack.pairs else []
-        return "; ".join(parts)
-    name, objective = type(attack).__name__, getattr(attack, "objective", None)
-    if getattr(attack, "bisections", 0):
-        name = f"{name} by thresholds"
-    if getattr(attack, "targets", 0):
-        return f"{name} towards {attack.targets} classes"
-    return f"{name} on {objective}" if objective else name
