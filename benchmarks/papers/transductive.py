@@ -12,9 +12,9 @@ the state after the round before (Example 1). Data are digits where nothing else
 `--base CHECKPOINT` the DENT of `dent` and `order` is on the first member of an ensemble of
 ResNet-20, such as those in the folder `checkpoints`, on CIFAR-10. Differences are paired, with 95 %
 t intervals over images or, of several seeds, over seeds; accuracies over seeds have their standard
-deviation. --private-draws defenders adapt to each perturbed round. Finished images stay in
---folder: the same command resumes, but begins anew with RMC, which keeps a state from image to
-image.
+deviation. --private-draws defenders adapt to each perturbed round. Finished attacks and
+images stay in --folder: the same command resumes, but begins anew with RMC, which keeps a state from
+image to image.
 """
 
 import argparse
@@ -237,26 +237,29 @@ def main():
     print("| defense | attack | accuracy | 95 % interval |\n|---|---|---|---|")
     found, scores = defaultdict(list), defaultdict(list)
     for name, defense, attacks, loader, protocol in tables[options.table](options):
-        torch.manual_seed(0)
-        result = evaluate(
-            defense,
-            attacks,
-            loader,
-            max_images=options.images,
-            private_draws=options.private_draws if protocol else 1,
-            protocol=protocol,
-            resume=None if defense.stateful else options.folder / "resume",
-            progress=False,
-        )
-        for attack in ["clean", *attacks]:
-            low, high = (100 * end for end in result.interval(attack))
-            accuracy = 100 * result.accuracy(attack)
-            found[name, attack].append(accuracy)
-            scores[name, attack].append(result.per_image(attack))
-            print(f"| {name} | {attack} | {accuracy:.1f} | {low:.1f} to {high:.1f} |", flush=True)
-            if protocol and options.private_draws > 1:
-                by_draw = 100 * result.scores[:, result.names.index(attack)].mean(0)
-                print(f"{attack}, by defender: {by_draw.min():.1f} to {by_draw.max():.1f}")
+        # One attack at a time: those that ended are left alone by the same command.
+        alone = [{attack: attacks[attack]} for attack in attacks]
+        for number, played in enumerate([attacks] if defense.stateful else alone):
+            torch.manual_seed(0)
+            result = evaluate(
+                defense,
+                played,
+                loader,
+                max_images=options.images,
+                private_draws=options.private_draws if protocol else 1,
+                protocol=protocol,
+                resume=None if defense.stateful else options.folder / "resume",
+                progress=False,
+            )
+            for attack in played if number else ["clean", *played]:
+                low, high = (f"{100 * end:.1f}" for end in result.interval(attack))
+                accuracy = 100 * result.accuracy(attack)
+                found[name, attack].append(accuracy)
+                scores[name, attack].append(result.per_image(attack))
+                print(f"| {name} | {attack} | {accuracy:.1f} | {low} to {high} |", flush=True)
+                if protocol and options.private_draws > 1:
+                    by_draw = 100 * result.scores[:, result.names.index(attack)].mean(0)
+                    print(f"{attack}, by defender: {by_draw.min():.1f} to {by_draw.max():.1f}")
         print(f"intervals cover {result.covers}")
     for first, second in GAPS[options.table]:
         if {first, second} <= scores.keys():
