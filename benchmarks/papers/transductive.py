@@ -13,8 +13,8 @@ the state after the round before (Example 1). Data are digits where nothing else
 ResNet-20, such as those in the folder `checkpoints`, on CIFAR-10. Differences are paired, with 95 %
 t intervals over images or, of several seeds, over seeds; accuracies over seeds have their standard
 deviation. --private-draws defenders adapt to each perturbed round. Finished attacks and
-images stay in --folder: the same command resumes, but begins anew with RMC, which keeps a state from
-image to image.
+images stay in --folder: the same command resumes, but begins anew with RMC, which keeps a state
+from image to image.
 """
 
 import argparse
