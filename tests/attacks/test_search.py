@@ -94,12 +94,13 @@ def left_by(attack, net, x, y):
 
 
 @cache
-def left_plain(threat=THREAT):
+def left_plain():
     x, y = images(IMAGES, seed=4)
-    return left_by(Auto(threat, PASSES), trained_net(1), x, y)
+    return left_by(Auto(THREAT, PASSES), trained_net(1), x, y)
 
 
-@pytest.mark.parametrize("name", FAULTS)
+# The others are of the same kinds: tests of slopes and values have all.
+@pytest.mark.parametrize("name", ["softmax", "votes", "rounding", "own function", "numpy"])
 def test_what_a_network_hides_is_found(name):
     """Behind a fault, Auto leaves at most an image more than on the network alone."""
     x, y = images(IMAGES, seed=4)
@@ -380,7 +381,7 @@ def left_adapted(name=None):
     return evaluate(defense, auto, loader, progress=False).accuracy("auto")
 
 
-@pytest.mark.parametrize("name", ["rounding", "numpy", "softmax"])
+@pytest.mark.parametrize("name", ["numpy", "softmax"])
 def test_a_defense_that_adapts_hides_nothing(name):
     """Its adapted networks are seen through in each round of GMSA."""
     assert left_adapted(name) <= left_adapted() + 1.1 / IMAGES
@@ -416,8 +417,11 @@ HIDDEN = {
 }
 
 
-@pytest.mark.parametrize("name", HIDDEN)
-@pytest.mark.parametrize("made", [Drawn, lambda net: Smoothing(net, 0.02, draws=5)])
+@pytest.mark.parametrize(
+    ("made", "name"),
+    [(Drawn, "softmax"), (lambda net: Smoothing(net, 0.02, draws=5), "rounding")],
+    ids=["drawn", "smoothing"],
+)
 def test_a_random_defense_hides_nothing(made, name, monkeypatch):
     """What its networks hide is found, also where a CPU would work on parts of all copies.
 
@@ -467,15 +471,13 @@ def inverted(x):
     return torch.from_numpy(1 - x.detach().numpy())
 
 
-@pytest.mark.parametrize(
-    ("before", "threat"), [(inverted, THREAT), (inverted, Threat("l2", 0.8)), (levels, THREAT)]
-)
-def test_a_network_learns_what_has_no_slope(before, threat):
+@pytest.mark.parametrize("before", [inverted, levels])
+def test_a_network_learns_what_has_no_slope(before):
     """The identity's slope is no help: it has the wrong sign, or not the shape."""
     x, y = images(IMAGES, seed=4)
     net = Through(Mean(trained_net(1)), before=before)
-    found = Auto(threat, PASSES).find(Single(net), x, y, seeded())
-    assert right(Single(net), found.x_adv, y).mean() <= left_plain(threat) + 2.1 / IMAGES
+    found = Auto(THREAT, PASSES).find(Single(net), x, y, seeded())
+    assert right(Single(net), found.x_adv, y).mean() <= left_plain() + 2.1 / IMAGES
     assert any("a learned stand-in before net.net" in trial.words for trial in found.trail)
     assert not is_batch_separable(found.attack, Single(net))
 
@@ -573,9 +575,8 @@ def test_a_run_that_is_repeated_has_one_result():
 @pytest.mark.parametrize(
     ("name", "noise"),
     [
-        ("softmax", lambda x: seeded(3)),
+        ("softmax", streams),
         ("noise", lambda x: seeded(3)),
-        ("rounding", streams),
         ("inverted", lambda x: seeded(3)),
         ("guarded", lambda x: seeded(3)),
     ],
@@ -610,10 +611,10 @@ def test_passes_are_counted(name):
     x = torch.rand(4, 1, 6, 6)
     y = defense(x).argmax(1)
     counting.clear()
-    result = Auto(Threat("linf", 1e-6), 700).find(defense, x, y, seeded())
+    result = Auto(Threat("linf", 1e-6), 420).find(defense, x, y, seeded())
     used = counting.images() + sum(counting.backwards)
-    assert 0.6 * 700 * 4 <= used <= 700 * 4
-    assert sum(trial.passes for trial in result.trail) <= 700
+    assert 0.6 * 420 * 4 <= used <= 420 * 4
+    assert sum(trial.passes for trial in result.trail) <= 420
     mislead = any(finding.startswith("slopes that say little") for finding in result.findings)
     assert mislead == (result.trail[-1].words == "from there: Square")
 
@@ -839,7 +840,10 @@ def test_slopes():
             ("saturating",),
             gradient(lambda x: likely(x) @ BOOK),
         ),
-        (lambda x: (2 * x).sigmoid(), ("saturating",), 2 * ones),
+        *(
+            (lambda x, bend=bend: bend(2 * x), ("saturating",), 2 * ones)
+            for bend in (torch.sigmoid, torch.tanh, torch.erf, nn.functional.softsign)
+        ),
         (lambda x: x.detach() * x, ("detached",), 2 * torch.tensor([[-0.7, 0.2], [0.6, 3.0]])),
         (lambda x: x.data * 3 + 0 * x, ("detached",), 3 * ones),
         (lambda x: x.clamp(0, 1), ("rounding",), torch.tensor([[0.0, 1.0], [1.0, 0.0]])),
@@ -979,18 +983,19 @@ BEHIND_NOISE = {
 }
 
 
+@cache
+def left_behind(name=None):
+    (x, y), net = images(IMAGES, seed=4), Through(trained_net(1), before=noisy)
+    net = BEHIND_NOISE[name]() if name else net
+    found = Auto(THREAT, PASSES).find(Single(net.eval()), x, y, seeded())
+    torch.manual_seed(0)
+    return torch.stack([right(Single(net), found.x_adv, y) for _ in range(20)]).mean().item()
+
+
 @pytest.mark.parametrize("name", BEHIND_NOISE)
 def test_what_hides_behind_noise(name):
     """Slopes that mislead call for the identity, and operations that are known for others."""
-    x, y = images(IMAGES, seed=4)
-
-    def left(net):
-        found = Auto(THREAT, PASSES).find(Single(net.eval()), x, y, seeded())
-        torch.manual_seed(0)
-        each = [right(Single(net), found.x_adv, y) for _ in range(20)]
-        return torch.stack(each).mean().item()
-
-    assert left(BEHIND_NOISE[name]()) <= left(Through(trained_net(1), before=noisy)) + 0.1
+    assert left_behind(name) <= left_behind() + 0.1
 
 
 class Nearest(nn.Module):
@@ -1068,7 +1073,7 @@ def test_logits_that_shrink_hide_nothing(name):
     assert left < 0.35
 
 
-@pytest.mark.parametrize("name", [*SHRINKS, None])
+@pytest.mark.parametrize("name", ["two classes", "smoothing", "ensemble", None])
 def test_an_evaluation_finds_an_attack_that_leads_to_small_logits(name):
     """A loss without scale breaks images that it left; of an honest network it breaks none more."""
     x, y = images(IMAGES, seed=4)
