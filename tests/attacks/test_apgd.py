@@ -64,7 +64,7 @@ def test_iterates_are_those_of_the_package(threat, loss, options, double, monkey
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)  # where the package rounds
     net, (x, y) = trained_net(1).double().eval(), images(4, seed=1)
     x, lengths, whole = x.double(), [], 103 if threat.norm == "l1" else 101  # three starts
-    for i in range(len(x)):
+    for i in (1, 2):  # of which one is not fooled
         noise = Streams.from_index(torch.tensor([i]), 1)
         first = replace(threat, eps=3 * threat.eps) if threat.norm == "l1" else threat
         start = surface_point(first, x[i : i + 1], derived(derived(noise, 0), 1))
@@ -79,7 +79,7 @@ def test_iterates_are_those_of_the_package(threat, loss, options, double, monkey
             torch.testing.assert_close(one, other, rtol=0, atol=1e-5, msg=f"image {i}, {step}")
         lengths.append(len(ours))
         assert len(ours) == whole or (net(ours[-1]).argmax(1) != y[i]).all()
-    assert max(lengths) == whole and min(lengths) < whole
+    assert lengths[1] < lengths[0] == whole
 
 
 @both_norms
@@ -150,9 +150,9 @@ def test_a_defense_with_weights_for_each_image_keeps_its_batch():
 def test_is_as_strong_as_pgd_with_restarts(threat):
     """On the margin; under cross-entropy and DLR the iterates are those of the package."""
     defense, (x, y) = Single(trained_net(1)), images(100, seed=2)
-    pgd = PGD(threat, 40, threat.eps / 8, expected_margin, restarts=3, early_stop=True)
+    pgd = PGD(threat, 25, threat.eps / 8, expected_margin, restarts=2, early_stop=True)
     reference = right(defense, pgd(defense, x, y, seeded()), y)
-    x_adv = APGD(threat, 60, expected_margin, restarts=3)(defense, x, y, seeded())
+    x_adv = APGD(threat, 40, expected_margin, restarts=2)(defense, x, y, seeded())
     assert_inside(threat, x_adv, x)
     assert right(defense, x_adv, y).sum() <= reference.sum() + 5
     assert 0 < reference.mean() < 0.9
