@@ -231,8 +231,8 @@ def test_l1_attacks_reach_the_optimum_of_a_linear_network():
     with torch.no_grad():
         net[1].weight.copy_(torch.stack([torch.zeros_like(w), w]))
         net[1].bias.copy_(torch.tensor([1e3, 0.0]))  # no image is ever misclassified
-    x = torch.rand(40, 1, 28, 28, generator=torch.Generator().manual_seed(1)).round(decimals=1)
-    y, threat, order = torch.zeros(40).long(), Threat("l1", 12), w.abs().argsort(descending=True)
+    x = torch.rand(20, 1, 28, 28, generator=torch.Generator().manual_seed(1)).round(decimals=1)
+    y, threat, order = torch.zeros(20).long(), Threat("l1", 12), w.abs().argsort(descending=True)
     room = torch.where(w > 0, 1 - x.flatten(1), x.flatten(1))[:, order]
     spent = torch.minimum(room, (12 - room.cumsum(1) + room).clamp_min(0))
     best = (spent * w.abs()[order]).sum(1)
@@ -249,7 +249,7 @@ def test_l1_attacks_reach_the_optimum_of_a_linear_network():
         assert_inside(Threat("l1", 12 + 1e-5), x_adv, x)
         fooled, sure = net(x_adv).argmax(1) == 1, (room - 1).abs() > 0.02
         assert torch.equal(fooled[sure], room[sure] > 1)
-        assert 10 < fooled.sum() < 30 < sure.sum()
+        assert 5 < fooled.sum() < 15 <= sure.sum()
 
 
 def test_best_iterate_is_the_image_where_nothing_helps():

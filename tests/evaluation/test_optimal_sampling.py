@@ -22,10 +22,10 @@ def kept(members, probs, x, y, attack=CLIMB):
 
 
 def test_two_members_against_a_fine_sweep():
-    """No probability of a twentieth is better, and attacked anew it keeps what is said."""
+    """No probability of a tenth is better, and attacked anew it keeps what is said."""
     defense, x, y = ensemble(11, 2, 2, THREAT, 24)
     found = optimal_sampling(defense, CLIMB, [(x, y)])
-    sweep = [kept(defense.members, [p, 1 - p], x, y) for p in torch.linspace(0, 1, 21).double()]
+    sweep = [kept(defense.members, [p, 1 - p], x, y) for p in torch.linspace(0, 1, 11).double()]
     assert min(sweep) < found.accuracy - 0.05  # a choice that matters
     assert found.accuracy == pytest.approx(max(sweep), abs=2e-3)
     assert kept(defense.members, found.probs, x, y) == pytest.approx(found.accuracy, abs=1e-3)
@@ -33,12 +33,11 @@ def test_two_members_against_a_fine_sweep():
     assert found.images == 24
 
 
-@pytest.mark.parametrize("members", [3, 4])
-def test_no_other_probabilities_keep_more(members):
-    defense, x, y = ensemble(members, members, 2, THREAT, 8, size=12)
+def test_no_other_probabilities_keep_more():
+    defense, x, y = ensemble(3, 3, 2, THREAT, 8, size=12)
     found = optimal_sampling(defense, CLIMB, [(x[:3], y[:3]), (x[3:], y[3:])], steps=40)
-    others = torch.distributions.Dirichlet(torch.full((members,), 0.5)).sample((5,)).double()
-    others = torch.cat([others, torch.eye(members).double(), defense.weights[None].double()])
+    others = torch.distributions.Dirichlet(torch.full((3,), 0.5)).sample((5,)).double()
+    others = torch.cat([others, torch.eye(3).double(), defense.weights[None].double()])
     assert max(kept(defense.members, probs, x, y) for probs in others) <= found.bound + 2e-3
     assert found.accuracy >= found.bound - 1e-3
 

@@ -161,7 +161,7 @@ def test_a_network_rarely_differs_from_an_ensemble_of_its_accuracy(n):
 def test_draws_that_all_images_share_are_not_taken_for_images(draws):
     """Two attacks are equally strong; draws move an accuracy of 0.8 by 4 points or so."""
     generator, significant = np.random.default_rng(3), []
-    for _ in range(150):
+    for _ in range(100):
         chance = (0.8 + generator.normal(0, 0.04, (2, 1, draws))).clip(0, 1)
         scores = torch.from_numpy((generator.random((2, 500, draws)) < chance).astype(float))
         found = paired_over_draws(*scores)
