@@ -120,18 +120,21 @@ ENTRIES = {
     "fab": (FAB(LINF, 5, 2), "ensemble"),
     "fab-l2": (FAB(L2, 5, 2), "ensemble"),
     "fab-l1": (FAB(L1, 5, 2), "ensemble"),
-    "pdgd": (PDGD(LINF, 40), "ensemble"),
-    "ddn": (DDN(L2, 40), "ensemble"),
-    "pdgd-l2": (PDGD(L2, 40, objective=linear), "ensemble"),
+    "pdgd": (PDGD(LINF, 20), "ensemble"),
+    "ddn": (DDN(L2, 20), "ensemble"),
+    "pdgd-l2": (PDGD(L2, 20, objective=linear), "ensemble"),
     "minimal-norm": (MinimalNorm(PGD(LINF, 5, "8/255", early_stop=True), 3), "ensemble"),
     "minimal-norm-l2": (MinimalNorm(APGD(L2, 5, restarts=2), 3), "transformed"),
     "minimal-norm-l1": (MinimalNorm(APGD(L1, 5), 3), "ensemble"),
     "few-pixels": (FewPixels(L2, 8), "ensemble"),
     "few-pixels-l1": (FewPixels(L1, 8), "ensemble"),
-    "square": (Square(LINF, 200), "ensemble"),
-    "square-l2": (Square(L2, 150), "ensemble"),
-    "square-l1": (Square(L1, 150), "ensemble"),
-    "autoattack": (AutoAttack(LINF, "custom", ("apgd-ce", "square"), queries=10), "ensemble"),
+    "square": (Square(LINF, 150), "ensemble"),
+    "square-l2": (Square(L2, 60), "ensemble"),
+    "square-l1": (Square(L1, 60), "ensemble"),
+    "autoattack": (
+        AutoAttack(LINF, "custom", ("apgd-ce", "square"), queries=10, passes=30),
+        "ensemble",
+    ),
     "foreign": (Foreign(LINF, sign_step), "ensemble"),
     "taa": (TAA(FIXED), "transformed"),
     "taa-target": (TAA(DeepFool(L2), "rotate_180"), "transformed"),
@@ -342,7 +345,7 @@ def test_without_limits_nothing_is_left(attack, defense):
     """A radius that reaches every image: an attack that is not blind gets to zero."""
     eps = 1.0 if attack.threat.norm == "linf" else 6.0
     steps = {name: eps if isinstance(attack, ARC) else eps / 8 for name in attack.lengths}
-    steps |= {"queries": 400} if isinstance(attack, Square) else {"steps": 40}
+    steps |= {"queries": 150} if isinstance(attack, Square) else {"steps": 40}
     if isinstance(attack, CW | DDN | DeepFool | FAB | PDGD | Square):
         defense = Single(defense.members[0])  # these stop at the boundary of the members' mean
         steps = {} if isinstance(attack, CW | DeepFool) else steps
@@ -405,23 +408,22 @@ def test_any_mixture_of_types_strides_and_outputs(name, mixture):
     assert isinstance(attack, NoAttack) == torch.equal(x_adv, x)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
     "attack",
     [ENTRIES[name][0] for name in (*FAMILIES, "arc-l2", "climb-l2", "pdgd-l2", "minimal-norm")]
     + [PGD(L2, 3, 0.25), APGD(L2, 5), APGD(L2, 5, targets=2), FAB(L2, 5, 2)]
-    + [DeepFool(L2), Square(L2, 50), Auto(LINF, 60), PGD(L2, 3, 0.25, random_start=False)],
+    + [DeepFool(L2, 5), Square(L2, 20), Auto(LINF, 60), PGD(L2, 3, 0.25, random_start=False)],
     ids=lambda attack: type(attack).__name__,
 )
-def test_images_in_half_precision_without_a_gradient(attack, pair, dtype):
+def test_images_in_half_precision_without_a_gradient(attack, pair):
     """Guards of divisions such as 1e-30 are 0 in float16."""
     x, y = images(4, seed=31)
-    for net in pair.to(dtype).modules():
+    for net in pair.half().modules():
         if isinstance(net, ConvNet):
             net.register_forward_hook(lambda net, x, found: 0 * found - torch.arange(4))
-    x_adv = attack(pair, x.to(dtype), torch.zeros_like(y), seeded())
-    assert x_adv.dtype == dtype
-    assert (x_adv - x.to(dtype)).isfinite().all()
+    x_adv = attack(pair, x.half(), torch.zeros_like(y), seeded())
+    assert x_adv.dtype == torch.float16
+    assert (x_adv - x.half()).isfinite().all()
     assert ((x_adv >= 0) & (x_adv <= 1)).all()
 
 
