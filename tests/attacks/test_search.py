@@ -1067,7 +1067,8 @@ def test_logits_that_shrink_hide_nothing(name):
     x, y = images(IMAGES, seed=4)
     defense = SHRINKS[name]().eval()
     y = defense.logits(x, seeded()).mean(0).argmax(1) if name == "two classes" else y
-    found = Auto(THREAT, 2 * PASSES).find(defense, x, y, seeded())
+    passes = 2 * PASSES if name == "ensemble" else PASSES  # a search needs 400 for each network
+    found = Auto(THREAT, passes).find(defense, x, y, seeded())
     assert "logits that shrink where the margin grows" in found.findings
     left = torch.stack([right(defense, found.x_adv, y) for _ in range(10)]).mean()
     assert left < 0.35
