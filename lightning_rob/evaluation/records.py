@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
@@ -67,9 +68,12 @@ def measured(
     return Result(name, accuracy, wilson_over_draws(by_draw, n), n, seconds, details)
 
 
+_installed = cache(version)  # which reads a file: as long as a small evaluation in each epoch
+
+
 def versions() -> dict[str, str]:
     """Return the versions of the packages that a result depends on."""
-    others = {name: version(name) for name in ("torch", "lightning", "torchvision")}
+    others = {name: _installed(name) for name in ("torch", "lightning", "torchvision")}
     return {"lightning-rob": lightning_rob.__version__, **others}
 
 
