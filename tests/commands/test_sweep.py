@@ -17,6 +17,7 @@ from lightning_rob.cli.options import read_command_line
 from lightning_rob.commands.sweep import parse_values
 from lightning_rob.commands.sweep.study import changed
 from lightning_rob.defenses import Ensemble, first_member
+from lightning_rob.evaluation.evaluator import Evaluator
 from lightning_rob.evaluation.result_file import read_result_file
 from lightning_rob.metrics import robust_accuracy
 from lightning_rob.runtime.files import read_json_lines
@@ -48,6 +49,12 @@ class AtTest(Callback):
             raise LookupError("odd")
         if not self.left:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture(autouse=True)
+def unchecked(monkeypatch):
+    """Other files test the checks of each evaluation, which take longer than its attacks."""
+    monkeypatch.setattr(Evaluator, "_check", lambda *_: None)
 
 
 @pytest.fixture(scope="module")

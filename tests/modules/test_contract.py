@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lightning_rob import PGD, Threat, modules
+from lightning_rob.evaluation.evaluator import Evaluator
 from lightning_rob.modules import DVERGE, TRS, AdversarialTraining
 from lightning_rob.randomness import Streams
 from tests.modules.support import FOLDER, batch, saving
@@ -70,6 +71,12 @@ def method(folder, name, data=None):
         trainer__logger={"class_path": "CSVLogger", "init_args": logger},
         **{"trainer__callbacks+": [robust_eval({"apgd": pgd()})]},
     )
+
+
+@pytest.fixture(autouse=True)
+def unchecked(monkeypatch):
+    """Other files test the checks of each evaluation, which take as long as the training."""
+    monkeypatch.setattr(Evaluator, "_check", lambda *_: None)
 
 
 @pytest.fixture(scope="module")
