@@ -242,7 +242,7 @@ class Search:
         judged = self.trials.round(
             "1", list(self._candidates(views)), rows, int(shares[0] * self.passes)
         )
-        judged.sort(key=lambda one: one.left)  # stable: the earlier one wins ties
+        judged.sort(key=Judged.order)
         if not judged or judged[0].left > 0:
             climbs = bool(judged) and (self.networks == 1 or not self.look.random)
             self.rugged = climbs and self.look.is_rugged(judged[0].attack, rows[:PROBED])
@@ -253,7 +253,7 @@ class Search:
             costly = any(getattr(variant, "stand_in", 0) for variant in variants)
             share = shares[0] if self._few_only and not costly else shares[1]
             judged += self.trials.round("2", variants, rows, int(share * self.passes))
-            judged.sort(key=lambda one: one.left)
+            judged.sort(key=Judged.order)
         return judged
 
     def _from_there(self, found: Attack, best: Best, passes: int) -> AutoResult:

@@ -82,6 +82,10 @@ class Judged:
         """Mean probability of a right prediction."""
         return float(self.right.mean())
 
+    def order(self) -> tuple[float, bool]:
+        """Return what comes first: the best one, of equal ones without held decisions."""
+        return self.left, bool(getattr(self.attack, "held", ()))
+
 
 class Trials:
     """Attacks on images of one inspection, within a number of passes.
