@@ -249,10 +249,10 @@ class SurrogateGradient(AttackDecorator):
         enter: names of parts of the defense that take images; all before them is the identity.
         stand_in: passes of the defense from which a small network learns, for each batch, what
             lies before the part `enter`, and whose gradient is taken; 0 takes the identity's.
-        held: decisions with one outcome an image, as of a detector or a router, in their order: 0
-            holds what the defense decides on the image itself, 1 the next likely outcome, -1
-            nothing. The attack climbs the margin as it is then, bounded by the lead of these
-            outcomes.
+        held: decisions with one outcome an image, as of a detector or a router, in their order,
+            those of a loop over the images last: 0 holds what the defense decides on the image
+            itself, 1 the next likely outcome, -1 nothing. The attack climbs the margin as it is
+            then, bounded by the lead of these outcomes.
         noise: standard deviation of noise on the image, in pixel units, over which gradients are
             averaged where they change from point to point.
         copies: noisy copies of the image; 0 takes the gradient at the image itself.
