@@ -5,9 +5,10 @@ the slope of the way that it takes does not say where it is left. Held at an out
 smooth, and what is left to do is to make the defense decide so.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,49 +17,101 @@ from lightning_rob.attacks.discrete import COMPARES, chosen_along, differentiate
 from lightning_rob.defenses.per_image import PerImageValues
 
 MOST = 10.0  # of the usual margin and lead, beyond which neither counts
+FAR = 1e30  # from which a number is compared as floats only
 COLUMNS = 8  # thresholds of an image that are compared at once
 CHOOSES = ("argmax", "argmin", "max", "min", "topk")
 ASKS = COMPARES | {"signbit"}
 STEPS = {"sign": -1.0, "sgn": -1.0, "heaviside": 0.0}  # their value below zero; above it is 1
 # Where the middle of what gives a whole number is, above it.
-ROUNDS = {"round": 0.0, "floor": 0.5, "ceil": -0.5, "int": 0.5, "long": 0.5}
+ROUNDS = {"round": 0.0, "ceil": -0.5}
+ROUNDS |= dict.fromkeys(("floor", "trunc", "fix", "int", "long", "to", "type"), 0.5)
 LEVELS = 8  # whole numbers from 0, of which one is given
+ALONE = "alone"  # the operation in the keys of decisions of one image after the other
+Key = tuple[str, int, int]  # operation, number of outcomes, and how often both came before
+
+
+class Number(float):
+    """A number that left torch by `item`; what it is compared with is a decision of its image."""
+
+    source: Tensor | None
+    decisions: "Decisions | None"
+
+    def __new__(
+        cls, value: Any = 0.0, source: Tensor | None = None, decisions: "Decisions | None" = None
+    ) -> Self:
+        number = super().__new__(cls, value)
+        # Values may change in place later.
+        number.source, number.decisions = None if source is None else source.clone(), decisions
+        return number
+
+    def __reduce__(self) -> tuple[type[float], tuple[float]]:
+        return float, (float(self),)
+
+    def _decided(self, answer: Any, other: Any, sign: float) -> Any:
+        plain = isinstance(other, float | int) and abs(other) < FAR
+        if not plain or self.source is None or self.decisions is None:
+            return answer  # of arrays, tensors and other kinds of numbers
+        with torch._C.DisableTorchFunction(), torch.enable_grad():
+            return bool(self.decisions.of_an_image(answer, sign * (self.source - float(other))))
+
+    def __gt__(self, other: Any) -> Any:
+        return self._decided(super().__gt__(other), other, 1.0)
+
+    def __ge__(self, other: Any) -> Any:
+        return self._decided(super().__ge__(other), other, 1.0)
+
+    def __lt__(self, other: Any) -> Any:
+        return self._decided(super().__lt__(other), other, -1.0)
+
+    def __le__(self, other: Any) -> Any:
+        return self._decided(super().__le__(other), other, -1.0)
 
 
 class Decisions:
-    """The decisions of a forward pass on B images, in their order, as if they had no slope.
+    """The decisions of a forward pass on B images, as if they had no slope.
 
     Args:
         images: B.
-        outcomes: the outcome [B] of each of the first decisions, which is held; others are taken,
-            and those at None left as they are.
-        each: how many of the last outcomes are those of a loop over the images.
+        outcomes: the outcome [B] of decisions that are held, by their keys. Others are taken, and
+            those at None left as they are.
     """
 
-    def __init__(self, images: int, outcomes: Sequence[Tensor | None] = (), each: int = 0) -> None:
-        self.images, self.outcomes, self.each = images, outcomes, each
-        self.together: list[Tensor] = []  # [B, n] of the n outcomes, of which the largest is taken
+    def __init__(self, images: int, outcomes: Mapping[Key, Tensor | None] | None = None) -> None:
+        self.images, self.outcomes = images, outcomes or {}
+        self.together: dict[Key, Tensor] = {}  # scores [B, n] of n outcomes: the largest is taken
         self.alone: list[Tensor] = []  # [2] of no and yes, one image after the other
-        self._used: set[int] = set()
+        self._used: set[Key] = set()
+        self._met: Counter[tuple[str, int]] = Counter()
 
-    @property
-    def each_alone(self) -> int:
-        """Decisions of each image that a loop over the images takes."""
+    def _alone_of_each(self) -> int:
         each, more = divmod(len(self.alone), self.images)
         return 0 if more else each
 
     @property
-    def scores(self) -> list[Tensor]:
-        """Scores [B, n] of the n outcomes of each decision, those of a loop behind the others."""
-        each = self.each_alone
-        return [*self.together, *(torch.stack(self.alone[at::each]) for at in range(each))]
+    def scores(self) -> dict[Key, Tensor]:
+        """Scores [B, n] of the n outcomes of each decision, those of a loop over images last."""
+        each = self._alone_of_each()
+        columns = {(ALONE, 2, at): torch.stack(self.alone[at::each]) for at in range(each)}
+        return self.together | columns
 
     @property
-    def used(self) -> set[int]:
-        """Places of the decisions that are more than a value's place."""
-        many, each = len(self.together), self.each_alone
-        alone = {many + (-1 - at) % each for at in self._used if at < 0} if each else set()
-        return alone | {at for at in self._used if at >= 0}
+    def used(self) -> set[Key]:
+        """Keys of the decisions that are more than a value's place."""
+        each = self._alone_of_each()
+        found = {
+            (name, n, at % (each or 1)) if name == ALONE else (name, n, at)
+            for name, n, at in self._used
+        }
+        return found & self.scores.keys()
+
+    def keep_those_of_an_image(self, x: Tensor) -> None:
+        """Leave out those of a loop that is not one over the images x [B, …]."""
+        first = self.alone[: self._alone_of_each()]
+        if len(x) > 1 and first:
+            total = torch.stack(first)[:, 1].sum()
+            (slope,) = torch.autograd.grad(total, x, retain_graph=True, allow_unused=True)
+            if slope is None or slope[1:].any():
+                self.alone.clear()
 
     def held(self, name: str, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
         """Return what an operation gave, or where it decides what it gives if it decides so."""
@@ -66,8 +119,9 @@ class Decisions:
         for value in chain(args, kwargs.values(), *inner):
             if isinstance(value, Tensor):
                 self._used |= vars(value).get("decisions", set())
-        if isinstance(out, Tensor) and out.numel() == 1 and name in ASKS and not out.dim():
-            return self._held_alone(out)
+        single = isinstance(out, Tensor) and out.numel() == 1 and (self.images > 1 or not out.dim())
+        if single and name in ASKS:
+            return self._alone(out)
         index = out[1] if isinstance(out, tuple) and len(out) == 2 else out
         if not args or not isinstance(index, Tensor) or not index.dim():
             return out
@@ -75,34 +129,46 @@ class Decisions:
             return out
         if (scores := self._scores(name, args, kwargs, index)) is None:
             return out
-        places = range(len(self.together), len(self.together) + len(scores))
-        self.together += scores
         least = STEPS.get(name)
         own = (index if least is None else index > 0).long().view(self.images, -1).unbind(1)
-        known = len(self.outcomes) - self.each
-        given = [self.outcomes[at] if at < known else None for at in places]
-        ways = [mine if way is None else way for mine, way in zip(own, given, strict=True)]
+        keys, ways = [], []
+        for score, way in zip(scores, own, strict=True):
+            kind = (name, score.shape[1])
+            keys.append((*kind, self._met[kind]))
+            self._met[kind] += 1
+            self.together[keys[-1]] = score
+            given = self.outcomes.get(keys[-1])
+            ways.append(way if given is None else given)
         taken = torch.stack(ways, 1)
         if least is not None:
             taken = torch.where(taken > 0, 1.0, least)
         taken = taken.to(index.dtype).view_as(index)
-        vars(taken)["decisions"] = {*places}
+        vars(taken)["decisions"] = {*keys}
         if index is out:
             return taken
         return type(out)((args[0].gather(1, ways[0][:, None]).view_as(out[0]), taken))
 
-    def _held_alone(self, out: Tensor) -> Tensor:
+    def _alone(self, out: Tensor) -> Tensor:
         """Return a comparison of one image, as in a loop over the images, or what is held."""
         if (source := hidden_source(out)) is None or not source.requires_grad:
             return out
-        at, way = len(self.alone), None
-        self.alone.append(torch.stack([-source, source]))
-        if self.each and at < self.each * self.images:
-            image, place = divmod(at, self.each)
-            way = self.outcomes[len(self.outcomes) - self.each + place]
-        taken = out.clone() if way is None else way[image] > 0
-        vars(taken)["decisions"] = {-1 - at}
+        at = len(self.alone)
+        answer = self.of_an_image(out.clone(), source.reshape(()))
+        taken = answer.view_as(out) if isinstance(answer, Tensor) else answer
+        vars(taken)["decisions"] = {(ALONE, 2, at)}
         return taken
+
+    def of_an_image(self, answer: Any, lead: Tensor) -> Any:
+        """Return whether a number [] is above 0, or the outcome that is held for its image."""
+        at = len(self.alone)
+        self.alone.append(torch.stack([-lead, lead]))
+        self._used |= set() if isinstance(answer, Tensor) else {(ALONE, 2, at)}
+        each = sum(name == ALONE for name, *_ in self.outcomes)
+        if at >= each * self.images:
+            return answer
+        image, place = divmod(at, each)
+        way = self.outcomes.get((ALONE, 2, place))
+        return answer if way is None else way[image] > 0
 
     def _scores(
         self, name: str, args: Any, kwargs: dict[str, Any], index: Tensor
@@ -129,6 +195,8 @@ class Decisions:
         """Return by how much a value of each image is inside each level of a rounding; or None."""
         if not differentiated(args[0]) or index.numel() != self.images or kwargs:
             return None
+        if name in ("to", "type") and index.is_floating_point():
+            return None
         value, index = args[0].reshape(-1, 1), index.detach()
         if name == "bucketize":
             ends = value.detach().abs().max() + 1
@@ -145,46 +213,46 @@ class HeldOutcomes(nn.Module):
 
     def __init__(self, found: Decisions, ranks: Sequence[int], y: Tensor) -> None:
         super().__init__()
-        scores, self.each = found.scores, found.each_alone
         chosen = [
             of.detach().topk(min(max(rank, 0) + 1, of.shape[1])).indices[:, -1]
-            for of, rank in zip(scores, ranks, strict=False)
+            for of, rank in zip(found.scores.values(), ranks, strict=False)
         ]
-        self.ranks = ranks
+        self.ranks = dict(zip(found.scores, ranks, strict=False))
         self.values = PerImageValues(torch.stack([y, *chosen], 1))
-        self.sizes: list[Tensor] = []  # of the margin and of each lead, at the images
+        self.sizes: dict[Key | None, Tensor] = {}  # of each lead and the margin, at the images
 
     @property
-    def outcomes(self) -> list[Tensor | None]:
+    def outcomes(self) -> dict[Key, Tensor | None]:
         """The outcome [B] of each decision, None for those that are not held."""
         ways = self.values()[:, 1:].unbind(1)
-        return [way if rank >= 0 else None for way, rank in zip(ways, self.ranks, strict=False)]
+        both = zip(self.ranks.items(), ways, strict=True)
+        return {key: way if rank >= 0 else None for (key, rank), way in both}
 
-    def _leads(self, scores: Sequence[Tensor]) -> Iterable[Tensor]:
+    def _leads(self, scores: Mapping[Key, Tensor]) -> Iterator[tuple[Key, Tensor]]:
         """Yield by how much the score of each held outcome leads all others [B]."""
-        for of, way in zip(scores, self.outcomes, strict=False):
-            if way is not None:
-                index = way[:, None]
+        for key, way in self.outcomes.items():
+            if way is not None and key in scores:
+                of, index = scores[key], way[:, None]
                 others = of.scatter(1, index, -torch.inf).amax(1)
-                yield of.gather(1, index)[:, 0] - others
+                yield key, of.gather(1, index)[:, 0] - others
 
-    def bounded(self, logits: Tensor, scores: Sequence[Tensor]) -> Tensor:
+    def bounded(self, logits: Tensor, scores: Mapping[Key, Tensor]) -> Tensor:
         """Return logits [n, B, K] whose margin is at most the smallest lead, at least in float32.
 
         Both are in units of their median at the images that are attacked.
         """
         kind = torch.promote_types(logits.dtype, torch.float32)
-        logits, leads = logits.to(kind), [lead.to(kind) for lead in self._leads(scores)]
+        logits, leads = logits.to(kind), {k: lead.to(kind) for k, lead in self._leads(scores)}
         index = self.values()[:, 0].expand(logits.shape[:-1])[..., None]
         label = logits.gather(-1, index)
         if not leads:  # as with other draws than were looked at
             return logits
         top = logits.scatter(-1, index, -torch.inf).amax(-1, keepdim=True)
         if not self.sizes:
-            self.sizes = [_usual(one) for one in (top - label, *leads)]
-        size, *sizes = self.sizes
+            self.sizes = {None: _usual(top - label)} | {k: _usual(one) for k, one in leads.items()}
+        size = self.sizes[None]
         label = label.maximum((top - MOST * size).detach())  # it may be masked by -inf
-        ratios = [lead / own for lead, own in zip(leads, sizes, strict=False)]
+        ratios = [lead / self.sizes.get(key, size) for key, lead in leads.items()]
         least = size * torch.stack(ratios).amin(0).clamp_max(MOST)
         return logits.minimum(label + least[:, None]).scatter(-1, index, label)
 

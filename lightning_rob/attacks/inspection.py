@@ -84,7 +84,7 @@ class Inspection:
             views += [view, replace(view, stages=stages)] if stages else [view]
         if any(view.stages for view in views):
             self.findings.append("values before the output that stand for logits")
-        if "rounding" in hard:
+        if {"rounding", "detached"} & {*hard}:  # a number that left torch may be compared
             self.ways = self._hold(replace(base, slopes=hard), x, "saturating" in met)
         views += self.ways[:1]
         parts = self._parts(x)
@@ -148,11 +148,10 @@ class Inspection:
             return []
         self.findings.append("decisions with one outcome an image")
         ways = []
-        used = sorted(seen.used)
+        used = [key for key in seen.scores if key in seen.used]
         # All of them turned, as where a prediction has to agree with another one.
         for turned in ([], *([at] for at in used[:TURNED]), used):
-            places = range(len(seen.scores))
-            ranks = tuple(int(at in turned) if at in used else -1 for at in places)
+            ranks = tuple(int(key in turned) if key in used else -1 for key in seen.scores)
             ways.append(replace(view, held=ranks))
         if saturating:  # what decides may be behind what saturates
             ways.append(replace(ways[0], slopes=(*view.slopes, "saturating")))

@@ -229,11 +229,18 @@ class Search:
             return self._found(best.x_adv, first)
         attacks = [] if best is None else [first]
         best = best or Best(self.x.clone(), self.x.new_full((len(self.x),), torch.inf))
-        for turn, (final, given) in enumerate(finals, len(attacks)):
-            best.improve(final, turn, self.defense, self.x, self.y, self.generator)
-            self.trials.note("winner", final, best.right, given)
-        chosen = (*attacks, *(final for final, _ in finals)) or (first,)
-        return self._from_there(chosen[0] if len(chosen) == 1 else Strongest(chosen), best, local)
+        for final, given in finals:
+            error = ""
+            try:
+                best.improve(final, len(attacks), self.defense, self.x, self.y, self.generator)
+                attacks.append(final)
+            except RuntimeError as problem:  # none of these images may have a gradient
+                if not lacks_gradient(problem):
+                    raise
+                error = str(problem)
+            self.trials.note("winner", final, best.right, given, error)
+        found = Strongest(tuple(attacks)) if len(attacks) > 1 else [*attacks, first][0]
+        return self._from_there(found, best, local)
 
     def _judged(
         self, views: list[SurrogateGradient], rows: Tensor, shares: list[float]

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode, get_testing_overrides
 from torch.utils.hooks import RemovableHandle
 
 from lightning_rob.attacks.backward import ValueWithGradientOf
-from lightning_rob.attacks.decisions import Decisions
+from lightning_rob.attacks.decisions import Decisions, Number
 from lightning_rob.attacks.discrete import (
     BOUNDS,
     COMPARES,
@@ -60,29 +60,6 @@ def _by_place(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[s
     kwargs = {"dim" if key == "axis" else key: value for key, value in kwargs.items()}
     names = [*takewhile(kwargs.__contains__, _required(func)[len(args) :])]
     return (*args, *(kwargs.pop(name) for name in names)), kwargs
-
-
-class Number(float):
-    """A number that left torch by `item`, and is compared as the tensor [] that it was."""
-
-    def __new__(cls, value: float, source: Tensor) -> Self:
-        number = super().__new__(cls, value)
-        number.source = source
-        return number
-
-    source: Tensor
-
-    def __gt__(self, other: Any) -> bool:
-        return bool(self.source > other)
-
-    def __ge__(self, other: Any) -> bool:
-        return bool(self.source >= other)
-
-    def __lt__(self, other: Any) -> bool:
-        return bool(self.source < other)
-
-    def __le__(self, other: Any) -> bool:
-        return bool(self.source <= other)
 
 
 class OtherSlopes(TorchFunctionMode):
@@ -168,7 +145,9 @@ class OtherSlopes(TorchFunctionMode):
             if first.dim() > 1 and attached:
                 self.gone.append(first)
             out = func(first.detach(), *args[1:], **kwargs)
-            return Number(out, first.reshape(())) if isinstance(out, float) else out
+            if self.decisions and isinstance(out, float):
+                return Number(out, first.reshape(()), self.decisions)
+            return out
         if not attached:
             return func(*args, **kwargs)
         if name == "_set_grad_enabled":

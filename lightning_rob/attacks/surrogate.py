@@ -338,8 +338,9 @@ class SeenThrough(Defense):
 
     def decisions(self, x: Tensor, generator: Generator = None) -> Decisions:
         """Return the decisions on images x [B, …], with the scores of their outcomes."""
-        found = Decisions(len(x))
-        self.observed(x.detach().requires_grad_(), generator, decisions=found)
+        found, x = Decisions(len(x)), x.detach().requires_grad_()
+        self.observed(x, generator, decisions=found)
+        found.keep_those_of_an_image(x)
         return found
 
     def holding(self, x: Tensor, y: Tensor, generator: Generator) -> Self:
@@ -443,7 +444,7 @@ class SeenThrough(Defense):
     ) -> "Observed":
         """Return what a forward pass of images x [B, …] that need a gradient shows."""
         view, held = self.view, self.outcomes
-        decisions = Decisions(len(x), held.outcomes, held.each) if held else decisions
+        decisions = Decisions(len(x), held.outcomes) if held else decisions
         mode = OtherSlopes(view.slopes, len(x), decisions)
         inner = unwrapped(self.defense)
         with all_at_once(), mode, entering(self.defense, view.enter, x, self.stand_in):

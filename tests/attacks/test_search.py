@@ -1,6 +1,7 @@
 """Auto finds what a network hides from gradients, and its recipe runs alone."""
 
 import contextlib
+import statistics
 import warnings
 from copy import deepcopy
 from dataclasses import replace
@@ -26,11 +27,13 @@ from lightning_rob.attacks import (
 )
 from lightning_rob.attacks.base import is_batch_separable
 from lightning_rob.attacks.folding import FoldingError
+from lightning_rob.attacks.members import Best
 from lightning_rob.attacks.nested import walk
-from lightning_rob.attacks.search import LOOKING_FROM, Unmasked
+from lightning_rob.attacks.search import LOOKING_FROM, Search, Unmasked
 from lightning_rob.attacks.slopes import OtherSlopes
 from lightning_rob.attacks.surrogate import SeenThrough, StandIn
 from lightning_rob.defenses import DENT, Defense, Ensemble, Single, Smoothing
+from lightning_rob.defenses.per_image import restricted_to
 from lightning_rob.evaluation import evaluate
 from lightning_rob.randomness import normal
 from lightning_rob.rules import majority, mean_logits, random_member
@@ -195,7 +198,7 @@ def test_decisions_are_found_and_turned(decide, many, images):
         view = SurrogateGradient(APGD(THREAT), ("rounding",))
         found = SeenThrough(Single(Decided()), view).decisions(x)
         assert len(found.used) == many
-        ranks = tuple(rank if at in found.used else -1 for at in range(len(found.scores)))
+        ranks = tuple(rank if key in found.used else -1 for key in found.scores)
         seen = SeenThrough(Single(Decided()), replace(view, held=ranks)).holding(x, y, None)
         decided = seen.observed(x.clone().requires_grad_()).decided.argmax(1)
         same = decided == Decided()(x).argmax(1)
@@ -205,18 +208,94 @@ def test_decisions_are_found_and_turned(decide, many, images):
             assert (~same).any()
 
 
-def test_a_condition_on_the_batch_is_no_decision():
-    """One yes or no for several images is not held, and those of an odd number are not."""
+@pytest.mark.parametrize("times", [0, 5])
+def test_a_condition_on_the_batch_is_no_decision(times):
+    """Nor as many of them as there are images, nor a loop with one of them."""
 
     class Decided(nn.Module):
         def forward(self, x):
             z = x.flatten(1)
             some = z if z.mean() > 0 else -z
-            return torch.stack([row if row[0] > 0.5 else -row for row in some])
+            for _ in range(times):
+                some = some if some.mean().item() > 9 else 0.9 * some
+            return some if times else torch.stack([row if row[0] > 0.5 else -row for row in some])
 
     x = torch.rand((6, 3, 1, 1), generator=seeded(3))
     view = SurrogateGradient(APGD(THREAT), ("rounding",))
     assert not SeenThrough(Single(Decided()), view).decisions(x).used
+
+
+def test_a_number_that_left_torch_is_compared_as_a_number():
+    """Whatever it is compared with, in its own precision, also after its tensor has changed."""
+    pairs = []
+
+    class Numbers(nn.Module):
+        def forward(self, x):
+            for _ in range(2):
+                z = x.flatten(1).sum(1) * 0 + 0.7
+                number = z[0].item()
+                z.mul_(0.5)
+                others = [
+                    0.7,
+                    0.1,
+                    10**40,
+                    number,
+                    numpy.array([0.5, 0.9]),
+                    torch.tensor([0.1, 0.8]),
+                ]
+                pairs.append(
+                    [
+                        *([number > o, number >= o, number < o, number <= o] for o in others),
+                        [statistics.mean([number, number]), deepcopy(number), f"{number:.2f}"],
+                    ]
+                )
+            return x.flatten(1)
+
+    x = torch.rand((6, 3, 1, 1), generator=seeded(3))
+    Numbers()(x)
+    view = SurrogateGradient(APGD(THREAT), ("rounding", "detached"))
+    SeenThrough(Single(Numbers()), view).decisions(x)
+    assert len(pairs) == 4
+    for own, seen in zip(pairs[0], pairs[-1], strict=True):
+        for a, b in zip(own, seen, strict=True):
+            assert isinstance(b, type(a))
+            assert (a == b).all() if isinstance(a, numpy.ndarray | torch.Tensor) else a == b
+
+
+def test_held_outcomes_belong_to_their_decisions():
+    """Also in a pass that does not come to the first one of them."""
+
+    class Sometimes(nn.Module):
+        def forward(self, x):
+            z = x.flatten(1)
+            if len(z) > 3:
+                z = z + 0 * (6 * z[:, 0]).round()[:, None]
+            return torch.where((z[:, 1] > 0.5)[:, None], z, -z)
+
+    x, y = torch.rand((6, 3, 1, 1), generator=seeded(3)), torch.zeros(6).long()
+    view = SurrogateGradient(APGD(THREAT), ("rounding",), held=(0, 1))
+    seen = SeenThrough(Single(Sometimes()), view).holding(x, y, None)
+    for rows in (torch.arange(6), torch.arange(2)):
+        with restricted_to(seen, rows):
+            at = x[rows].clone().requires_grad_()
+            decided = seen.observed(at).output[0]
+        assert torch.equal(decided, -Sometimes()(x)[rows])
+
+
+def test_a_winner_without_a_gradient_is_left_out():
+    """On other images than those of its trial none may have one."""
+
+    class Constant(nn.Module):
+        def forward(self, x):
+            return torch.eye(4)[torch.zeros(len(x)).long()]
+
+    x, y = images(4, seed=4)[0], torch.zeros(4).long()
+    plain = PGD(THREAT, 2, 0.1)
+    search = Search(THREAT, Single(Constant()), x, y, seeded(), 4, 500, lambda _: plain)
+    winners = [(1.0, plain), (1.0, Square(THREAT))]
+    result = search._finished(plain, Best(x.clone(), torch.ones(4)), winners)
+    assert [bool(trial.error) for trial in result.trail] == [True, False]
+    assert result.attack.attacks[0] == plain and len(result.attack.attacks) == 2
 
 
 def test_a_pass_with_fewer_decisions_is_attacked():
