@@ -17,7 +17,7 @@ from lightning_rob.attacks.discrete import COMPARES, chosen_along, differentiate
 from lightning_rob.defenses.per_image import PerImageValues
 
 MOST = 10.0  # of the usual margin and lead, beyond which neither counts
-FAR = 1e30  # from which a number is compared as floats only
+FAR = 1e30  # numbers with which a comparison is no decision
 COLUMNS = 8  # thresholds of an image that are compared at once
 CHOOSES = ("argmax", "argmin", "max", "min", "topk")
 ASKS = COMPARES | {"signbit"}
@@ -152,10 +152,9 @@ class Decisions:
         """Return a comparison of one image, as in a loop over the images, or what is held."""
         if (source := hidden_source(out)) is None or not source.requires_grad:
             return out
-        at = len(self.alone)
-        answer = self.of_an_image(out.clone(), source.reshape(()))
-        taken = answer.view_as(out) if isinstance(answer, Tensor) else answer
-        vars(taken)["decisions"] = {(ALONE, 2, at)}
+        key = (ALONE, 2, len(self.alone))
+        taken: Tensor = self.of_an_image(out.clone(), source.reshape(())).view_as(out)
+        vars(taken)["decisions"] = {key}
         return taken
 
     def of_an_image(self, answer: Any, lead: Tensor) -> Any:
