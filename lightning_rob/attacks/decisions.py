@@ -17,12 +17,12 @@ from lightning_rob.attacks.discrete import COMPARES, chosen_along, differentiate
 from lightning_rob.defenses.per_image import PerImageValues
 
 MOST = 10.0  # of the usual margin and lead, beyond which neither counts
-FAR = 1e30  # numbers with which a comparison is no decision
+FAR = 1e30  # comparisons with larger numbers are no decisions
 COLUMNS = 8  # thresholds of an image that are compared at once
 CHOOSES = ("argmax", "argmin", "max", "min", "topk")
 ASKS = COMPARES | {"signbit"}
 STEPS = {"sign": -1.0, "sgn": -1.0, "heaviside": 0.0}  # their value below zero; above it is 1
-# Where the middle of what gives a whole number is, above it.
+# From a whole number to the middle of the values that are rounded to it.
 ROUNDS = {"round": 0.0, "ceil": -0.5}
 ROUNDS |= dict.fromkeys(("floor", "trunc", "fix", "int", "long", "to", "type"), 0.5)
 LEVELS = 8  # whole numbers from 0, of which one is given
@@ -158,7 +158,7 @@ class Decisions:
         return taken
 
     def of_an_image(self, answer: Any, lead: Tensor) -> Any:
-        """Return whether a number [] is above 0, or the outcome that is held for its image."""
+        """Return the answer of a comparison with this lead [], or what is held for its image."""
         at = len(self.alone)
         self.alone.append(torch.stack([-lead, lead]))
         self._used |= set() if isinstance(answer, Tensor) else {(ALONE, 2, at)}

@@ -222,7 +222,13 @@ class Search:
             finals = [(self.plan(free), free)]
         if self.look.one_attack and finals:
             final, given = finals[0]
-            x_adv, right = self.trials.alone(final)
+            try:
+                x_adv, right = self.trials.alone(final)
+            except RuntimeError as problem:
+                if best is None or not lacks_gradient(problem):
+                    raise
+                self.trials.note("winner", final, best.right, given, str(problem))
+                return self._found(best.x_adv, first)
             self.trials.note("winner", final, right, given)
             if best is None or float(right.mean()) <= float(best.right.mean()):
                 return self._found(x_adv, final)
@@ -454,7 +460,7 @@ class Search:
         targeted = changed(best.attack, targets=TARGETS) if towards else None
         if best.left == 1 and targeted:
             return [(1.0, targeted)]
-        # Most passes where decisions are held: on six defenses 1 leaves up to 15 points more.
+        # Most passes where decisions are held, whose steps cost more.
         winners = [(3.0 if getattr(best.attack, "held", ()) else 1.0, best.attack)]
         joint = min(judged, key=lambda one: float(torch.minimum(one.right, best.right).mean()))
         if float(torch.minimum(joint.right, best.right).mean()) < best.left:
