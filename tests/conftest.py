@@ -1,6 +1,5 @@
 import gc
 import os
-import re
 from pathlib import Path
 
 import pytest
@@ -26,10 +25,6 @@ ROUNDING = {
     *("defenses/random_transforms", "defenses/transductive_contract", "tests/rules"),
     *("defenses/transform_ensemble", "transforms/contract"),
 }
-# Their tests of what is refused, and of attacks as values, calculate nothing that is compared.
-EXACT = re.compile(
-    "in_the_list|when_it_fails|refused|no_gradient_at|frozen|checked_as|bad_|wrong_|out_of_range"
-)
 # Files with tests of several seconds, or that fork: one worker of `-n 2` begins with them, so that
 # it alone starts the server of the forks, and no long test is left at the end.
 FIRST = {
@@ -80,5 +75,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     items.sort(key=lambda item: file(item) not in FIRST)
     for item in items:
-        if file(item) in ROUNDING and not EXACT.search(item.name):
+        if file(item) in ROUNDING:
             item.add_marker(pytest.mark.rounding)
