@@ -158,7 +158,7 @@ class Decisions:
         return taken
 
     def of_an_image(self, answer: Any, lead: Tensor) -> Any:
-        """Return whether a lead [] is above 0, as is known already, or what is held for its image."""
+        """Return whether a lead [] is above 0, as is known, or what is held for its image."""
         at = len(self.alone)
         self.alone.append(torch.stack([-lead, lead]))
         self._used |= set() if isinstance(answer, Tensor) else {(ALONE, 2, at)}
