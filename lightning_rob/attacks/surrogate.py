@@ -1,7 +1,7 @@
 """Surrogate gradients: other slopes and other objectives for a given network."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Self, get_args
@@ -71,12 +71,8 @@ def inputs_of(defense: Defense, part: str, x: Tensor, generator: Generator) -> T
     def keep(module: nn.Module, inputs: tuple[Any, ...]) -> None:
         found[:] = [inputs[0].detach().clone()]  # of the last call alone
 
-    handle = defense.get_submodule(part).register_forward_pre_hook(keep)
-    try:
-        with torch.no_grad():
-            defense.logits(x, generator)
-    finally:
-        handle.remove()
+    with defense.get_submodule(part).register_forward_pre_hook(keep), torch.no_grad():
+        defense.logits(x, generator)
     if not found or found[0].dim() != 4 or len(found[0]) != len(x):
         shape = list(found[0].shape) if found else "nothing"
         raise ValueError(f"{part} must get a batch of {len(x)} images or maps, got {shape}")
@@ -218,15 +214,12 @@ def entering(
             return None  # such a leaf is a purifier's, which asks for its gradient
         return ValueWithGradientOf.apply(z, other), *inputs[1:]
 
-    handles = [
-        defense.get_submodule(part).register_forward_pre_hook(replace_input) for part in parts
-    ]
-    try:
+    with ExitStack() as hooks:
+        for part in parts:
+            module = defense.get_submodule(part)
+            hooks.enter_context(module.register_forward_pre_hook(replace_input))
+        hooks.callback(running.clear)
         yield
-    finally:
-        running.clear()
-        for handle in handles:
-            handle.remove()
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Self
@@ -217,12 +218,12 @@ def features(net: nn.Module, x: Tensor) -> Tensor:
 
     layers = [module for module in net.modules() if isinstance(module, nn.Linear)]
     modes = [(module, module.training) for module in net.modules()]
-    hooks = [module.register_forward_pre_hook(record) for module in layers]
     try:
-        network_logits(net.eval(), x)
+        with ExitStack() as hooks:
+            for layer in layers:
+                hooks.enter_context(layer.register_forward_pre_hook(record))
+            network_logits(net.eval(), x)
     finally:
-        for hook in hooks:
-            hook.remove()
         for module, mode in modes:
             module.training = mode
     if not inputs:

@@ -39,10 +39,8 @@ def features(net: nn.Module, layer: str, x: Tensor) -> Tensor:
         hook = part.register_forward_pre_hook(lambda _, inputs: recorded.append(inputs[0].clone()))
     else:
         hook = part.register_forward_hook(lambda _, inputs, output: recorded.append(output))
-    try:
+    with hook:
         network_logits(net, x)
-    finally:
-        hook.remove()
     return recorded[-1].flatten(1)
 
 

@@ -1153,6 +1153,22 @@ def test_logits_that_shrink_hide_nothing(name):
     assert left < 0.35
 
 
+def test_logits_of_images_that_a_step_nearly_fools_do_not_shrink():
+    """Of a linear network each step brings them nearer to zero."""
+    reach = THREAT.eps * 144  # by which the sum of a gray image changes
+    margins = reach * torch.tensor([0.4] * 12 + [1.1] * 4)
+    x = 0.5 + (margins / 144).view(-1, 1, 1, 1).expand(-1, 1, 12, 12)
+
+    class Linear(nn.Module):
+        def forward(self, x):
+            lead = 50 * (x - 0.5).flatten(1).sum(1)
+            return torch.stack([lead, -lead], 1)
+
+    found = Auto(THREAT, PASSES).find(Single(Linear()), x, torch.zeros(16).long(), seeded())
+    assert "logits that shrink where the margin grows" not in found.findings
+    assert right(Single(Linear()), found.x_adv, torch.zeros(16).long()).sum() == 4
+
+
 @pytest.mark.parametrize("name", ["two classes", "smoothing", "ensemble", None])
 def test_an_evaluation_finds_an_attack_that_leads_to_small_logits(name):
     """A loss without scale breaks images that it left; of an honest network it breaks none more."""
