@@ -6,8 +6,9 @@ smooth, and what is left to do is to make the defense decide so.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
+from types import NotImplementedType
 from typing import Any, Self
 
 import torch
@@ -21,6 +22,7 @@ FAR = 1e30  # comparisons with larger numbers are no decisions
 COLUMNS = 8  # thresholds of an image that are compared at once
 CHOOSES = ("argmax", "argmin", "max", "min", "topk")
 ASKS = COMPARES | {"signbit"}
+PLACES = {"argmax": 1.0, "max": 1.0, "argmin": -1.0, "min": -1.0}
 STEPS = {"sign": -1.0, "sgn": -1.0, "heaviside": 0.0}  # their value below zero; above it is 1
 # From a whole number to the middle of the values that are rounded to it.
 ROUNDS = {"round": 0.0, "ceil": -0.5}
@@ -52,7 +54,8 @@ class Number(float):
         if not plain or self.source is None or self.decisions is None:
             return answer  # of arrays, tensors and other kinds of numbers
         with torch._C.DisableTorchFunction(), torch.enable_grad():
-            return bool(self.decisions.of_an_image(answer, sign * (self.source - float(other))))
+            lead = sign * (self.source - _with_source(other))
+            return bool(self.decisions.of_an_image(answer, torch.stack([-lead, lead])))
 
     def __gt__(self, other: Any) -> Any:
         return self._decided(super().__gt__(other), other, 1.0)
@@ -67,6 +70,30 @@ class Number(float):
         return self._decided(super().__le__(other), other, -1.0)
 
 
+def _with_source(number: float) -> Tensor | float:
+    source = number.source if isinstance(number, Number) else None
+    return float(number) if source is None else source
+
+
+def _keeps_source(name: str) -> Callable[..., Any]:
+    """Return the operation of this name on a `Number`, whose result is a `Number` too."""
+
+    def operation(number: Number, *others: Any) -> Any:
+        value = getattr(float, name)(number, *others)
+        plain = all(isinstance(other, float | int) and abs(other) < FAR for other in others)
+        if not plain or number.source is None or isinstance(value, NotImplementedType):
+            return value
+        with torch._C.DisableTorchFunction(), torch.enable_grad():
+            source = getattr(number.source, name)(*map(_with_source, others))
+        return Number(value, source, number.decisions)
+
+    return operation
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg", "abs"):
+    setattr(Number, f"__{_name}__", _keeps_source(f"__{_name}__"))
+
+
 class Decisions:
     """The decisions of a forward pass on B images, as if they had no slope.
 
@@ -79,7 +106,7 @@ class Decisions:
     def __init__(self, images: int, outcomes: Mapping[Key, Tensor | None] | None = None) -> None:
         self.images, self.outcomes = images, outcomes or {}
         self.together: dict[Key, Tensor] = {}  # scores [B, n] of n outcomes: the largest is taken
-        self.alone: list[Tensor] = []  # [2] of no and yes, one image after the other
+        self.alone: list[Tensor] = []  # scores [n], one image after the other
         self._used: set[Key] = set()
         self._met: Counter[tuple[str, int]] = Counter()
 
@@ -90,8 +117,11 @@ class Decisions:
     @property
     def scores(self) -> dict[Key, Tensor]:
         """Scores [B, n] of the n outcomes of each decision, those of a loop over images last."""
-        each = self._alone_of_each()
-        columns = {(ALONE, 2, at): torch.stack(self.alone[at::each]) for at in range(each)}
+        each, columns = self._alone_of_each(), {}
+        for at in range(each):
+            rows = self.alone[at::each]
+            if len({len(row) for row in rows}) == 1:
+                columns[(ALONE, len(rows[0]), at)] = torch.stack(rows)
         return self.together | columns
 
     @property
@@ -108,22 +138,32 @@ class Decisions:
         """Leave out those of a loop that is not one over the images x [B, …]."""
         first = self.alone[: self._alone_of_each()]
         if len(x) > 1 and first:
-            total = torch.stack(first)[:, 1].sum()
+            total = torch.stack([row[1:].sum() for row in first]).sum()
             (slope,) = torch.autograd.grad(total, x, retain_graph=True, allow_unused=True)
             if slope is None or slope[1:].any():
                 self.alone.clear()
 
-    def held(self, name: str, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
-        """Return what an operation gave, or where it decides what it gives if it decides so."""
+    def use(self, args: Any, kwargs: dict[str, Any]) -> None:
+        """Note that what was decided goes into an operation, or leaves torch."""
         inner = (value for value in args if isinstance(value, list | tuple))
         for value in chain(args, kwargs.values(), *inner):
             if isinstance(value, Tensor):
                 self._used |= vars(value).get("decisions", set())
-        single = isinstance(out, Tensor) and out.numel() == 1 and (self.images > 1 or not out.dim())
-        if single and name in ASKS:
-            return self._alone(out)
+
+    def held(self, name: str, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
+        """Return what an operation gave, or where it decides what it gives if it decides so."""
+        self.use(args, kwargs)
         index = out[1] if isinstance(out, tuple) and len(out) == 2 else out
-        if not args or not isinstance(index, Tensor) or not index.dim():
+        if not args or not isinstance(index, Tensor):
+            return out
+        if index.numel() == 1 and (self.images > 1 or not index.dim()):
+            if (taken := self._alone(name, args[0], index)) is None:
+                return out
+            if index is out:
+                return taken
+            value = args[0].reshape(-1)[taken.view(-1)]
+            return type(out)((value.view_as(out[0]), taken))
+        if not index.dim():
             return out
         if len(index) != self.images or not 0 < index.numel() <= COLUMNS * self.images:
             return out
@@ -148,26 +188,30 @@ class Decisions:
             return taken
         return type(out)((args[0].gather(1, ways[0][:, None]).view_as(out[0]), taken))
 
-    def _alone(self, out: Tensor) -> Tensor:
-        """Return a comparison of one image, as in a loop over the images, or what is held."""
-        if (source := hidden_source(out)) is None or not source.requires_grad:
-            return out
-        key = (ALONE, 2, len(self.alone))
-        taken: Tensor = self.of_an_image(out.clone(), source.reshape(())).view_as(out)
+    def _alone(self, name: str, first: Any, index: Tensor) -> Tensor | None:
+        """Return the decision of one image, as in a loop over the images, or what is held."""
+        source = hidden_source(index) if name in ASKS else first
+        placed = name in PLACES and not index.is_floating_point()
+        if not differentiated(source) or not (placed or name in ASKS):
+            return None
+        scores = source.reshape(-1)
+        scores = scores * PLACES[name] if placed else torch.cat([-scores, scores])
+        key = (ALONE, len(scores), len(self.alone))
+        taken: Tensor = self.of_an_image(index.clone(), scores).to(index.dtype).view_as(index)
         vars(taken)["decisions"] = {key}
         return taken
 
-    def of_an_image(self, answer: Any, lead: Tensor) -> Any:
-        """Return whether a lead [] is above 0, as is known, or what is held for its image."""
-        at = len(self.alone)
-        self.alone.append(torch.stack([-lead, lead]))
-        self._used |= set() if isinstance(answer, Tensor) else {(ALONE, 2, at)}
+    def of_an_image(self, own: Any, scores: Tensor) -> Any:
+        """Return which of n scores is taken for one image, its own one or what is held for it."""
+        at, n = len(self.alone), len(scores)
+        self.alone.append(scores)
+        self._used |= set() if isinstance(own, Tensor) else {(ALONE, n, at)}
         each = sum(name == ALONE for name, *_ in self.outcomes)
         if at >= each * self.images:
-            return answer
+            return own
         image, place = divmod(at, each)
-        way = self.outcomes.get((ALONE, 2, place))
-        return answer if way is None else way[image] > 0
+        way = self.outcomes.get((ALONE, n, place))
+        return own if way is None else way[image]
 
     def _scores(
         self, name: str, args: Any, kwargs: dict[str, Any], index: Tensor

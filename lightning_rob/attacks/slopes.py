@@ -107,6 +107,10 @@ class OtherSlopes(TorchFunctionMode):
             left_out = "custom" in self.slopes
             return RemovableHandle(OrderedDict()) if left_out else func(*args, **kwargs)
         if name in CUTS | LEAVES_TORCH:
+            if self.decisions:
+                self.decisions.use(args, kwargs)
+            if name in LEAVES_TORCH and hidden_source(args[0]) is not None:
+                self.met.add("rounding")
             return self._detached(func, name, args, kwargs)
         if name in COPIES:
             return self._copied(func, args, kwargs)

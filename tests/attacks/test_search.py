@@ -180,6 +180,12 @@ DECIDED = (  # by three scores of an image, with the number of decisions
     (lambda z: torch.stack([row[0] > 0.5 if row[1] > 0.5 else row[2] > -1 for row in z]), 2),
     (lambda z: torch.tensor([row[0].item() > 0.5 for row in z]), 1),
     (lambda z: torch.tensor([row[:1].item() <= 0.5 for row in z]), 1),
+    (lambda z: torch.tensor([2 * (1 - row[0].item()) < 1 for row in z]), 1),
+    (lambda z: torch.tensor([row[0].item() - row[1].item() > 0 for row in z]), 1),
+    (lambda z: torch.tensor([int(row.argmax()) == 1 for row in z]), 1),
+    (lambda z: torch.tensor([row[None].argmin(1).item() == 1 for row in z]), 1),
+    (lambda z: torch.tensor([row.max(0).indices.item() == 1 for row in z]), 1),
+    (lambda z: torch.tensor([place == 1 for place in z.argmax(1).tolist()]), 1),
 )
 
 
