@@ -12,9 +12,9 @@ the state after the round before (Example 1). Data are digits where nothing else
 `--base CHECKPOINT` the DENT of `dent` and `order` is on the first member of an ensemble of
 ResNet-20, such as those in the folder `checkpoints`, on CIFAR-10. Differences are paired, with 95 %
 t intervals over images or, of several seeds, over seeds; accuracies over seeds have their standard
-deviation. --private-draws defenders adapt to each perturbed round. Finished attacks and
-images stay in --folder: the same command resumes, but begins anew with RMC, which keeps a state
-from image to image.
+deviation. --private-draws defenders adapt to each perturbed round. What has
+ended stays in --folder, and so do images of attacks that have not, but not of RMC, which keeps a
+state from image to image: the same command goes on.
 """
 
 import argparse
@@ -44,6 +44,7 @@ from lightning_rob.evaluation.protocol import RoundProtocol
 from lightning_rob.metrics import paired, student
 from lightning_rob.nets import ResNet20, load_weights
 from lightning_rob.objectives import worst_ce
+from lightning_rob.runtime.identity import cache_key, fingerprint
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 AGAINST = (
@@ -172,6 +173,29 @@ def built(name, recipe, size, options):
     return defense, DataLoader(data.parts["test"], size)
 
 
+def kept(name, defense, played, loader, protocol, options):
+    """Return the result of an evaluation that ended before, or evaluate and keep the result."""
+    how = {key: str(value) for key, value in vars(options).items()}
+    how |= {"name": name, "played": [*played], "weights": fingerprint(defense)}
+    path = options.folder / "ended" / f"{cache_key(**how)}.pt"
+    if path.exists():
+        return torch.load(path, weights_only=False)
+    torch.manual_seed(0)
+    result = evaluate(
+        defense,
+        played,
+        loader,
+        max_images=options.images,
+        private_draws=options.private_draws if protocol else 1,
+        protocol=protocol,
+        resume=None if defense.stateful else options.folder / "resume",
+        progress=False,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(result, path)
+    return result
+
+
 # Pairs of (defense, attack) by table: the second is compared with the first.
 GAPS = {
     "madry": [
@@ -240,17 +264,7 @@ def main():
         # One attack at a time: those that ended are left alone by the same command.
         alone = [{attack: attacks[attack]} for attack in attacks]
         for number, played in enumerate([attacks] if defense.stateful else alone):
-            torch.manual_seed(0)
-            result = evaluate(
-                defense,
-                played,
-                loader,
-                max_images=options.images,
-                private_draws=options.private_draws if protocol else 1,
-                protocol=protocol,
-                resume=None if defense.stateful else options.folder / "resume",
-                progress=False,
-            )
+            result = kept(name, defense, played, loader, protocol, options)
             for attack in played if number else ["clean", *played]:
                 low, high = (f"{100 * end:.1f}" for end in result.interval(attack))
                 accuracy = 100 * result.accuracy(attack)
