@@ -5,10 +5,10 @@ the slope of the way that it takes does not say where it is left. Held at an out
 smooth, and what is left to do is to make the defense decide so.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from types import NotImplementedType
 from typing import Any, Self
 
 import torch
@@ -28,8 +28,17 @@ STEPS = {"sign": -1.0, "sgn": -1.0, "heaviside": 0.0}  # their value below zero;
 ROUNDS = {"round": 0.0, "ceil": -0.5}
 ROUNDS |= dict.fromkeys(("floor", "trunc", "fix", "int", "long", "to", "type"), 0.5)
 LEVELS = 8  # whole numbers from 0, of which one is given
-ALONE = "alone"  # the operation in the keys of decisions of one image after the other
-Key = tuple[str, int, int]  # operation, number of outcomes, and how often both came before
+SKIPPED = ("torch.", "lightning_rob.attacks.")  # modules whose code is not that of a network
+# Operation or, in a loop over images, place in the code; number of outcomes; how often they came.
+Key = tuple[str, int, int]
+
+
+def _place() -> str:
+    """Return the place in the network's code from which this function is called."""
+    frame: Any = sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith(SKIPPED):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_code.co_firstlineno}:{frame.f_lasti}"
 
 
 class Number(float):
@@ -50,12 +59,18 @@ class Number(float):
         return float, (float(self),)
 
     def _decided(self, answer: Any, other: Any, sign: float) -> Any:
-        plain = isinstance(other, float | int) and abs(other) < FAR
-        if not plain or self.source is None or self.decisions is None:
+        plain = type(other) in PLAIN and abs(other) < FAR
+        if not plain or (source := self.known()) is None or self.decisions is None:
             return answer  # of arrays, tensors and other kinds of numbers
         with torch._C.DisableTorchFunction(), torch.enable_grad():
-            lead = sign * (self.source - _with_source(other))
-            return bool(self.decisions.of_an_image(answer, torch.stack([-lead, lead])))
+            lead = sign * (source - _with_source(other))
+            ways = torch.stack([-lead, lead])
+            return bool(self.decisions.of_an_image(answer, ways, _place()))
+
+    def known(self) -> Tensor | None:
+        """Return what the number was computed from, in the forward pass that goes on."""
+        ended = self.decisions is None or self.decisions.ended
+        return None if ended else self.source
 
     def __gt__(self, other: Any) -> Any:
         return self._decided(super().__gt__(other), other, 1.0)
@@ -71,7 +86,7 @@ class Number(float):
 
 
 def _with_source(number: float) -> Tensor | float:
-    source = number.source if isinstance(number, Number) else None
+    source = number.known() if isinstance(number, Number) else None
     return float(number) if source is None else source
 
 
@@ -79,17 +94,20 @@ def _keeps_source(name: str) -> Callable[..., Any]:
     """Return the operation of this name on a `Number`, whose result is a `Number` too."""
 
     def operation(number: Number, *others: Any) -> Any:
+        if not all(type(other) in PLAIN for other in others):
+            return NotImplemented  # numpy and others know what to do with a number
         value = getattr(float, name)(number, *others)
-        plain = all(isinstance(other, float | int) and abs(other) < FAR for other in others)
-        if not plain or number.source is None or isinstance(value, NotImplementedType):
+        known = isinstance(value, float) and all(abs(other) < FAR for other in others)
+        if not known or (source := number.known()) is None:
             return value
         with torch._C.DisableTorchFunction(), torch.enable_grad():
-            source = getattr(number.source, name)(*map(_with_source, others))
+            source = getattr(source, name)(*map(_with_source, others))
         return Number(value, source, number.decisions)
 
     return operation
 
 
+PLAIN = (int, bool, float, Number)
 for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg", "abs"):
     setattr(Number, f"__{_name}__", _keeps_source(f"__{_name}__"))
 
@@ -106,42 +124,53 @@ class Decisions:
     def __init__(self, images: int, outcomes: Mapping[Key, Tensor | None] | None = None) -> None:
         self.images, self.outcomes = images, outcomes or {}
         self.together: dict[Key, Tensor] = {}  # scores [B, n] of n outcomes: the largest is taken
-        self.alone: list[Tensor] = []  # scores [n], one image after the other
+        self.alone: dict[
+            str, list[Tensor]
+        ] = {}  # by place: scores [n] of one image after the other
+        self.ended = False  # whether the forward pass has ended
         self._used: set[Key] = set()
         self._met: Counter[tuple[str, int]] = Counter()
-
-    def _alone_of_each(self) -> int:
-        each, more = divmod(len(self.alone), self.images)
-        return 0 if more else each
 
     @property
     def scores(self) -> dict[Key, Tensor]:
         """Scores [B, n] of the n outcomes of each decision, those of a loop over images last."""
-        each, columns = self._alone_of_each(), {}
-        for at in range(each):
-            rows = self.alone[at::each]
-            if len({len(row) for row in rows}) == 1:
-                columns[(ALONE, len(rows[0]), at)] = torch.stack(rows)
+        columns = {}
+        for place, rows in self.alone.items():
+            each = self._of_each(rows)
+            for at in range(each):
+                columns[(place, len(rows[at]), at)] = torch.stack(rows[at::each])
         return self.together | columns
 
     @property
     def used(self) -> set[Key]:
         """Keys of the decisions that are more than a value's place."""
-        each = self._alone_of_each()
-        found = {
-            (name, n, at % (each or 1)) if name == ALONE else (name, n, at)
-            for name, n, at in self._used
-        }
+        each = {place: self._of_each(rows) or 1 for place, rows in self.alone.items()}
+        found = {(name, n, at % each.get(name, at + 1)) for name, n, at in self._used}
         return found & self.scores.keys()
 
     def keep_those_of_an_image(self, x: Tensor) -> None:
         """Leave out those of a loop that is not one over the images x [B, …]."""
-        first = self.alone[: self._alone_of_each()]
-        if len(x) > 1 and first:
-            total = torch.stack([row[1:].sum() for row in first]).sum()
-            (slope,) = torch.autograd.grad(total, x, retain_graph=True, allow_unused=True)
-            if slope is None or slope[1:].any():
-                self.alone.clear()
+        for place, rows in [*self.alone.items()]:
+            each = self._of_each(rows)
+            parts = ((0, rows[:each]), (-1, rows[-each:])) if each else ()
+            if not parts or not all(self._is_of_image(at, part, x) for at, part in parts):
+                del self.alone[place]
+
+    def _of_each(self, rows: list[Tensor]) -> int:
+        """Return how many rows belong to each image, 0 if they are none of a loop over images."""
+        each, more = divmod(len(rows), self.images)
+        alike = (len({len(row) for row in rows[at::each]}) == 1 for at in range(each))
+        return each if not more and all(alike) else 0
+
+    def _is_of_image(self, image: int, rows: list[Tensor], x: Tensor) -> bool:
+        """Return whether scores have a slope at one image of x [B, …] alone."""
+        total = torch.stack([row[1:].sum() for row in rows]).sum()
+        (slope,) = torch.autograd.grad(total, x, retain_graph=True, allow_unused=True)
+        if slope is None:
+            return False
+        others = slope.clone()
+        others[image] = 0
+        return not others.any()
 
     def use(self, args: Any, kwargs: dict[str, Any]) -> None:
         """Note that what was decided goes into an operation, or leaves torch."""
@@ -196,21 +225,23 @@ class Decisions:
             return None
         scores = source.reshape(-1)
         scores = scores * PLACES[name] if placed else torch.cat([-scores, scores])
-        key = (ALONE, len(scores), len(self.alone))
-        taken: Tensor = self.of_an_image(index.clone(), scores).to(index.dtype).view_as(index)
-        vars(taken)["decisions"] = {key}
+        place = _place()
+        way: Tensor = self.of_an_image(index.clone(), scores, place)
+        taken = way.to(index.dtype).view_as(index)
+        vars(taken)["decisions"] = {(place, len(scores), len(self.alone[place]) - 1)}
         return taken
 
-    def of_an_image(self, own: Any, scores: Tensor) -> Any:
+    def of_an_image(self, own: Any, scores: Tensor, place: str) -> Any:
         """Return which of n scores is taken for one image, its own one or what is held for it."""
-        at, n = len(self.alone), len(scores)
-        self.alone.append(scores)
-        self._used |= set() if isinstance(own, Tensor) else {(ALONE, n, at)}
-        each = sum(name == ALONE for name, *_ in self.outcomes)
+        rows, n = self.alone.setdefault(place, []), len(scores)
+        at = len(rows)
+        rows.append(scores)
+        self._used |= set() if isinstance(own, Tensor) else {(place, n, at)}
+        each = sum(name == place for name, *_ in self.outcomes)
         if at >= each * self.images:
             return own
-        image, place = divmod(at, each)
-        way = self.outcomes.get((ALONE, n, place))
+        image, which = divmod(at, each)
+        way = self.outcomes.get((place, n, which))
         return own if way is None else way[image]
 
     def _scores(

@@ -1,5 +1,6 @@
 """Look at a defense by forward passes of a few images: what hides its gradients, and noise."""
 
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rob.attacks.active_set import positions
+from lightning_rob.attacks.decisions import Key
 from lightning_rob.attacks.folding import FoldingError
 from lightning_rob.attacks.gradient import ObjectiveGradient
 from lightning_rob.attacks.slopes import STEEP, Slope
@@ -143,11 +145,15 @@ class Inspection:
             raise
         except Exception:  # as in `_observed`
             return []
-        if not 0 < len(seen.used) <= DECISIONS:
+        used: list[Key] = []
+        of_operation = Counter(name for name, *_ in seen.used)
+        for name, many in sorted(of_operation.items(), key=lambda one: one[1]):  # the few first
+            if len(used) + many <= DECISIONS:
+                used += [key for key in seen.used if key[0] == name]
+        if not used:
             return []
         self.findings.append("decisions with one outcome an image")
-        ways = []
-        used = [key for key in seen.scores if key in seen.used]
+        ways, used = [], [key for key in seen.scores if key in used]
         # All of them turned, as where a prediction has to agree with another one.
         for turned in ([], *([at] for at in used[:TURNED]), used):
             ranks = tuple(int(key in turned) if key in used else -1 for key in seen.scores)

@@ -92,6 +92,8 @@ class OtherSlopes(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         inference_mode.__enter__, inference_mode.__exit__ = self.kept  # type: ignore[method-assign]
+        if self.decisions:
+            self.decisions.ended = True
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

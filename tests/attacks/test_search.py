@@ -177,7 +177,7 @@ DECIDED = (  # by three scores of an image, with the number of decisions
     (lambda z: z[:, 0].round() == 1, 1),
     (lambda z: (2 * z[:, 0]).long() == 1, 1),
     (lambda z: torch.bucketize(z[:, 0].contiguous(), torch.tensor([0.3, 0.6])) == 1, 1),
-    (lambda z: torch.stack([row[0] > 0.5 if row[1] > 0.5 else row[2] > -1 for row in z]), 2),
+    (lambda z: torch.tensor([bool(row[0] > 0.5) != bool(row[1] > 0.5) for row in z]), 2),
     (lambda z: torch.tensor([row[0].item() > 0.5 for row in z]), 1),
     (lambda z: torch.tensor([row[:1].item() <= 0.5 for row in z]), 1),
     (lambda z: torch.tensor([2 * (1 - row[0].item()) < 1 for row in z]), 1),
@@ -214,21 +214,49 @@ def test_decisions_are_found_and_turned(decide, many, images):
             assert (~same).any()
 
 
-@pytest.mark.parametrize("times", [0, 5])
-def test_a_condition_on_the_batch_is_no_decision(times):
-    """Nor as many of them as there are images, nor a loop with one of them."""
+@pytest.mark.parametrize("logged", [0, 1, 3])
+def test_a_condition_on_the_batch_is_no_decision(logged):
+    """Nor as many of them as there are images, nor one on some images: others stay decisions."""
 
     class Decided(nn.Module):
         def forward(self, x):
             z = x.flatten(1)
             some = z if z.mean() > 0 else -z
-            for _ in range(times):
+            for _ in range(6):
                 some = some if some.mean().item() > 9 else 0.9 * some
-            return some if times else torch.stack([row if row[0] > 0.5 else -row for row in some])
+            rows = [row if row[0] > 0.4 else row * row.argmax().item() for row in some]
+            self.seen = [row.argmax().item() for row in rows[:logged] for _ in range(9)]
+            return torch.stack(rows)
 
     x = torch.rand((6, 3, 1, 1), generator=seeded(3))
     view = SurrogateGradient(APGD(THREAT), ("rounding",))
-    assert not SeenThrough(Single(Decided()), view).decisions(x).used
+    found = SeenThrough(Single(Decided()), view).decisions(x)
+    assert [n for _, n, _ in found.used] == [2]
+
+
+def test_numbers_keep_no_pass_that_has_ended():
+    """As where a network keeps a mean of them from pass to pass."""
+
+    class Mean(nn.Module):
+        mean = 0.0
+
+        def forward(self, x):
+            self.mean = 0.9 * self.mean + 0.1 * (1 - x.mean().item())
+            return x.flatten(1)
+
+    view = SurrogateGradient(APGD(THREAT), ("rounding", "detached"))
+    net, x = Mean(), torch.rand((6, 3, 1, 1), generator=seeded(3))
+    seen = SeenThrough(Single(net), view)
+    nodes = []
+    for _ in range(3):
+        seen.decisions(x)
+        (mean,) = {id(part): part for part in seen.modules() if isinstance(part, Mean)}.values()
+        steps, todo = 0, [mean.mean.source.grad_fn]
+        while todo:
+            todo += [node for node, _ in todo.pop().next_functions if node]
+            steps += 1
+        nodes.append(steps)
+    assert nodes[0] == nodes[1] == nodes[2]
 
 
 def test_a_number_that_left_torch_is_compared_as_a_number():
