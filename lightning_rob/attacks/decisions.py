@@ -59,7 +59,7 @@ class Number(float):
         return float, (float(self),)
 
     def _decided(self, answer: Any, other: Any, sign: float) -> Any:
-        plain = type(other) in PLAIN and abs(other) < FAR
+        plain = isinstance(other, float | int) and abs(other) < FAR
         if not plain or (source := self.known()) is None or self.decisions is None:
             return answer  # of arrays, tensors and other kinds of numbers
         with torch._C.DisableTorchFunction(), torch.enable_grad():
@@ -124,9 +124,7 @@ class Decisions:
     def __init__(self, images: int, outcomes: Mapping[Key, Tensor | None] | None = None) -> None:
         self.images, self.outcomes = images, outcomes or {}
         self.together: dict[Key, Tensor] = {}  # scores [B, n] of n outcomes: the largest is taken
-        self.alone: dict[
-            str, list[Tensor]
-        ] = {}  # by place: scores [n] of one image after the other
+        self.alone: dict[str, list[Tensor]] = {}  # by place: [n] of one image after the other
         self.ended = False  # whether the forward pass has ended
         self._used: set[Key] = set()
         self._met: Counter[tuple[str, int]] = Counter()

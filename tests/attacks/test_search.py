@@ -179,7 +179,7 @@ DECIDED = (  # by three scores of an image, with the number of decisions
     (lambda z: torch.bucketize(z[:, 0].contiguous(), torch.tensor([0.3, 0.6])) == 1, 1),
     (lambda z: torch.tensor([bool(row[0] > 0.5) != bool(row[1] > 0.5) for row in z]), 2),
     (lambda z: torch.tensor([row[0].item() > 0.5 for row in z]), 1),
-    (lambda z: torch.tensor([row[:1].item() <= 0.5 for row in z]), 1),
+    (lambda z: torch.tensor([row[:1].item() <= numpy.float64(0.5) for row in z]), 1),
     (lambda z: torch.tensor([2 * (1 - row[0].item()) < 1 for row in z]), 1),
     (lambda z: torch.tensor([row[0].item() - row[1].item() > 0 for row in z]), 1),
     (lambda z: torch.tensor([int(row.argmax()) == 1 for row in z]), 1),
