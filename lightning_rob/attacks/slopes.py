@@ -153,6 +153,9 @@ class OtherSlopes(TorchFunctionMode):
             out = func(first.detach(), *args[1:], **kwargs)
             if self.decisions and isinstance(out, float):
                 return Number(out, first.reshape(()), self.decisions)
+            if self.decisions and isinstance(out, list) and first.dim() == 1:
+                parts = zip(out, first.unbind(), strict=True)
+                return [Number(value, part, self.decisions) for value, part in parts]
             return out
         if not attached:
             return func(*args, **kwargs)

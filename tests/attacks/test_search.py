@@ -182,6 +182,7 @@ DECIDED = (  # by three scores of an image, with the number of decisions
     (lambda z: torch.tensor([row[:1].item() <= numpy.float64(0.5) for row in z]), 1),
     (lambda z: torch.tensor([2 * (1 - row[0].item()) < 1 for row in z]), 1),
     (lambda z: torch.tensor([row[0].item() - row[1].item() > 0 for row in z]), 1),
+    (lambda z: torch.tensor([number > 0.5 for number in z[:, 0].tolist()]), 1),
     (lambda z: torch.tensor([int(row.argmax()) == 1 for row in z]), 1),
     (lambda z: torch.tensor([row[None].argmin(1).item() == 1 for row in z]), 1),
     (lambda z: torch.tensor([row.max(0).indices.item() == 1 for row in z]), 1),
