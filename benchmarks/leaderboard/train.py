@@ -5,7 +5,7 @@
     lightning-rob leaderboard benchmarks/leaderboard/digits --evaluate
 
 Each training goes into a folder of its own, with submission.yaml and last.ckpt; one that is there
-is left alone, and one that was stopped goes on from its last epoch. The scores of 106 trainings,
+is left alone, and one that was stopped goes on from its last epoch. The scores of 107 trainings,
 whose models are not here, are in docs/leaderboard_digits.json: more trainings are ranked among them
 by --beside. The cost is counted: forward and backward passes of a training image through one
 network, by the training itself (what a defense learns at the test is in its prediction). Epochs are
