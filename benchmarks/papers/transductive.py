@@ -12,9 +12,9 @@ the state after the round before (Example 1). Data are digits where nothing else
 `--base CHECKPOINT` the DENT of `dent` and `order` is on the first member of an ensemble of
 ResNet-20, such as those in the folder `checkpoints`, on CIFAR-10. Differences are paired, with 95 %
 t intervals over images or, of several seeds, over seeds; accuracies over seeds have their standard
-deviation. --private-draws defenders adapt to each perturbed round. What has
-ended stays in --folder, and so do images of attacks that have not, but not of RMC, which keeps a
-state from image to image: the same command goes on.
+deviation. --private-draws defenders adapt to each perturbed round. The same command goes on where
+it was stopped: results that ended stay in --folder, and so do attacked images, but for those of
+RMC, which keeps a state from image to image.
 """
 
 import argparse
@@ -176,8 +176,8 @@ def built(name, recipe, size, options):
 def kept(name, defense, played, loader, protocol, options):
     """Return the result of an evaluation that ended before, or evaluate and keep the result."""
     how = {key: str(value) for key, value in vars(options).items()}
-    how |= {"name": name, "played": [*played], "weights": fingerprint(defense)}
-    path = options.folder / "ended" / f"{cache_key(**how)}.pt"
+    key = cache_key(name=name, attack_code=played, weights=fingerprint(defense), options=how)
+    path = options.folder / "ended" / f"{key}.pt"
     if path.exists():
         return torch.load(path, weights_only=False)
     torch.manual_seed(0)

@@ -42,7 +42,7 @@ def _place() -> str:
 
 
 class Number(float):
-    """A number that left torch by `item`; what it is compared with is a decision of its image."""
+    """A number that left torch by `item` or `tolist`; a comparison of it decides on its image."""
 
     source: Tensor | None
     decisions: "Decisions | None"
