@@ -298,8 +298,7 @@ def surface_point(threat: Threat, x: Tensor, generator: Generator = None) -> Ten
         direction = 2 * uniform(x, *x.shape[1:], generator=generator) - 1
     else:
         direction = normal(x, *x.shape[1:], generator=generator)
-    radius = threat.eps * threat.unit(x)
-    delta = scale(direction, radius / divisor(threat.size(direction), 1e-12))
+    delta = scale(direction, threat.radius(x) / divisor(threat.size(direction), 1e-12))
     return threat.apply(threat.confine(delta, x), x)
 
 
