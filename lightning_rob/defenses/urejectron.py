@@ -37,7 +37,6 @@ class URejectron(Transductive):
         epochs: passes over all training and test images, shuffled together.
         source_size: number of training images, drawn anew by each `adapt`; None takes all.
         source: the training images; their labels are not used.
-
     """
 
     def __init__(
