@@ -224,8 +224,7 @@ def suite_for(
     attacks: dict[str, Attack] = {"noise": RandomCorners(threat)}
     attacks |= {name: _through(defense, one) for name, one in variants.items()}
     if threat.p == 1 and pgd.backward is None:  # where one start of PGD is weaker than Square
-        runs = APGD(threat, SHORT, objective, restarts=10)
-        attacks["apgd"] = _through(defense, runs)
+        attacks["apgd"] = _through(defense, APGD(threat, SHORT, objective, restarts=10))
     attacks["square"] = Square(threat, queries)
     if attack_gradients(defense) != surrogate_for(defense):
         attacks["declared"] = replace(pgd, backward=None)  # by the gradients that it declares
