@@ -193,7 +193,7 @@ def rows(submissions: Sequence[Submission], norm: str) -> list[dict[str, Any]]:
         # An attack beside a stronger one takes nothing away: the best power of each seed counts.
         tested = [[p for p in part["power"].values() if p["passed"] is not None] for part in own]
         powers = [max(power["rate"] for power in part) for part in tested if part]
-        certified = mean([one.scores.get("certified") for one in group])
+        certified = [one.scores.get("certified") for one in group] if norm == "l2" else []
         row: dict[str, Any] = {
             "defense": name,
             "paper": group[0].paper,
@@ -203,7 +203,7 @@ def rows(submissions: Sequence[Submission], norm: str) -> list[dict[str, Any]]:
             "interval": wilson_over_draws(by_seed, images[WORST].shape[1]),
             CLEAN: float(images[CLEAN].mean()),
             USUAL: float(images[USUAL].mean()),
-            "certified": certified if norm == "l2" else None,
+            "certified": mean(certified),
             "power": mean(powers),
             "resubmitted": mean([part.get("resubmitted") for part in own]),
             "known_noise": mean([part.get("known_noise") for part in own]),
