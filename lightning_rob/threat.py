@@ -183,6 +183,10 @@ class Threat:
         """Return the unit of length at each image: 1, or if relative its norm; [B, …] -> [B]."""
         return self.size(x) if self.relative else x.new_ones(len(x))
 
+    def radius(self, x: Tensor) -> Tensor:
+        """Return the radius of the ball around each image, in pixel units: [B, …] -> [B]."""
+        return self.eps * self.unit(x)
+
     def distance(self, x_adv: Tensor, x: Tensor) -> Tensor:
         """Compute the distance of images from x, in units of `eps`: [B, …], [B, …] -> [B].
 
@@ -234,7 +238,7 @@ class Threat:
         For l1 it is the projection onto the intersection of both (Croce and Hein 2021), which the
         projections in turn would miss by far; for linf both are the same.
         """
-        radius = self.eps * self.unit(x)
+        radius = self.radius(x)
         if self.p == math.inf:
             reach = scale(torch.ones_like(delta), radius)
             delta = torch.maximum(torch.minimum(delta, reach), -reach)
@@ -264,7 +268,7 @@ class Threat:
 
     def start(self, x: Tensor, generator: Generator = None) -> Tensor:
         """Draw images [B, …] at random points of the ball around x [B, …], within the bounds."""
-        radius = self.eps * self.unit(x)
+        radius = self.radius(x)
         if self.p == math.inf:
             u = uniform(x, *x.shape[1:], generator=generator)
             # Uniform in the cube; in other balls the direction and the radius are random.

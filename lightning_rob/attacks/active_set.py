@@ -1,6 +1,6 @@
 """The images of a batch that an attack still works on; the others have left the batch."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -27,10 +27,9 @@ class ActiveBatch:
             rows = rows.nonzero()[:, 0]  # once: a GPU waits at each use of a mask as an index
             if len(rows) == len(self):  # nothing to copy but the streams, which have a state
                 return replace(self, generator=rows_of(self.generator, rows))
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
         per_image: dict[str, Any] = {
             name: value[rows]
-            for name, value in values.items()
+            for name, value in vars(self).items()
             if isinstance(value, Tensor | Streams)
         }
         return replace(self, **per_image)

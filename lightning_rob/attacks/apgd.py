@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from lightning_rob.attacks.active_set import ActiveBatch, derived, positions
-from lightning_rob.attacks.base import Attack, check_norm
+from lightning_rob.attacks.base import Attack, check_norm, may_leave
 from lightning_rob.attacks.budget import PassCount
 from lightning_rob.attacks.foreign import scores_of
 from lightning_rob.attacks.gradient import ObjectiveAt, ObjectiveGradient
 from lightning_rob.attacks.pgd import better, is_certain
 from lightning_rob.attacks.targeted import wrong_classes
 from lightning_rob.defenses import Defense
-from lightning_rob.defenses.per_image import per_image_layers, restricted_to
+from lightning_rob.defenses.per_image import restricted_to
 from lightning_rob.objectives import Loss, expected_ce, losses_of_rule, targeted_dlr
 from lightning_rob.randomness import Generator, normal, uniform
 from lightning_rob.rules import Rule
@@ -298,17 +298,10 @@ def surface_point(threat: Threat, x: Tensor, generator: Generator = None) -> Ten
         direction = 2 * uniform(x, *x.shape[1:], generator=generator) - 1
     else:
         direction = normal(x, *x.shape[1:], generator=generator)
-    radius = threat.eps * threat.unit(x)
-    delta = scale(direction, radius / divisor(threat.size(direction), 1e-12))
+    delta = scale(direction, threat.radius(x) / divisor(threat.size(direction), 1e-12))
     return threat.apply(threat.confine(delta, x), x)
 
 
 def _finite(value: Tensor, x: Tensor) -> Tensor:
     """Return the objective [B] without infinities, which stand for images x that fool."""
     return value.to(x).clamp_max(torch.finfo(x.dtype).max)
-
-
-def may_leave(defense: Defense) -> bool:
-    """Return whether predictions stay the same when other images leave the batch."""
-    separable = all(layer.separable for layer in per_image_layers(defense))
-    return separable and not defense.transductive

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rob.attacks.active_set import ActiveBatch, derived, positions
-from lightning_rob.attacks.apgd import APGD, may_leave
-from lightning_rob.attacks.base import Attack, check_norm
+from lightning_rob.attacks.apgd import APGD
+from lightning_rob.attacks.base import Attack, check_norm, may_leave
 from lightning_rob.attacks.budget import PassCount, shared
 from lightning_rob.attacks.execution import Work, run_in_chunks
 from lightning_rob.attacks.fab import FAB

@@ -279,9 +279,14 @@ def _warn_if_blind(defense: Defense, x_adv: Tensor, y: Tensor, sight: Sight) -> 
         )
 
 
+def may_leave(defense: Defense) -> bool:
+    """Return whether predictions stay the same when other images leave the batch."""
+    separable = all(layer.separable for layer in per_image_layers(defense))
+    return separable and not defense.transductive
+
+
 def is_batch_separable(attack: Attack, defense: Defense) -> bool:
     """Whether a batch may be attacked in parts: no result depends on the other images."""
-    adapts = defense.transductive
-    adapts |= not all(layer.separable for layer in per_image_layers(defense))
-    adapts |= any(isinstance(part, _BatchNorm) and part.training for part in defense.modules())
-    return not adapts and not any(part.batch_dependent for part in walk(attack))
+    adapts = any(isinstance(part, _BatchNorm) and part.training for part in defense.modules())
+    batch_dependent = adapts or any(part.batch_dependent for part in walk(attack))
+    return may_leave(defense) and not batch_dependent

@@ -79,14 +79,17 @@ class BatchedAdam(ActiveBatch):
     cost: Tensor  # [b] the sum of costs since the last check
     previous_cost: Tensor  # [b] the sum of costs before the last check
 
-    def step(self, gradient: Tensor, step_size: float, count: int) -> None:
-        """Take step number `count` against the gradient, and keep w within its limits."""
-        self.mean.lerp_(gradient, 0.1)
-        self.square.lerp_(gradient.square(), 0.001)
-        root = (self.square / (1 - 0.999**count)).sqrt_()
-        root.add_(guard(root, 1e-8))
-        step = (self.mean / root).mul_(step_size / (1 - 0.9**count))
-        self.w = (self.w.detach() - step).clamp_(-LIMIT, LIMIT)
+
+def adam_step(
+    gradient: Tensor, mean: Tensor, square: Tensor, step_size: float, count: int
+) -> tuple[Tensor, Tensor]:
+    """Update Adam's running means in place; return step number `count` and its divisor."""
+    mean.lerp_(gradient, 0.1)
+    square.lerp_(gradient.square(), 0.001)
+    # The running means are corrected for their start at zero.
+    root = (square / (1 - 0.999**count)).sqrt_()
+    root.add_(guard(root, 1e-8))
+    return (mean / root).mul_(step_size / (1 - 0.9**count)), root
 
 
 def brought_inside(x_adv: Tensor, x: Tensor, threat: Threat) -> Tensor:
@@ -176,7 +179,8 @@ class CW(Attack):
             distance = squared.detach().sqrt()
             best.update(run.index, x_adv.detach(), distance, value.detach(), self.confidence)
             run.cost += cost.detach()
-            run.step(gradient, self.step_size, count)
+            step, _ = adam_step(gradient, run.mean, run.square, self.step_size, count)
+            run.w = (run.w.detach() - step).clamp_(-LIMIT, LIMIT)
             if count % math.ceil(self.steps / 10) == 0:
                 falling = run.cost < PROGRESS * run.previous_cost
                 run.previous_cost, run.cost = run.cost, torch.zeros_like(run.cost)

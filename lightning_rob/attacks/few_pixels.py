@@ -93,13 +93,10 @@ class FewPixels(Attack):
             best, best_value = better(best, best_value, x_adv, value)
         return x_adv if self.draws else best
 
-    def _radius(self, x: Tensor) -> Tensor:
-        return self.threat.eps * self.threat.unit(x)
-
     def _equal(self, x: Tensor, pixels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the length of equal changes of N pixels [B], infinite where there is no room."""
         low, high = self.threat.bounds
-        length = self._radius(x) * pixels.to(x) ** (-1 / self.threat.p)
+        length = self.threat.radius(x) * pixels.to(x) ** (-1 / self.threat.p)
         rooms = high - x, x - low
         most = torch.maximum(*rooms).flatten(1).amax(1)  # a larger radius holds every image
         length = per_image(torch.minimum(length, most), x)
@@ -123,7 +120,8 @@ class FewPixels(Attack):
 
         found = []
         for sign, room in ((1, high - x), (-1, x - low)):
-            below, above = torch.zeros_like(x), torch.minimum(room, per_image(self._radius(x), x))
+            below = torch.zeros_like(x)
+            above = torch.minimum(room, per_image(self.threat.radius(x), x))
             possible = crosses(sign * above)
             for _ in range(self.bisections):
                 middle = (below + above) / 2
@@ -140,7 +138,7 @@ class FewPixels(Attack):
         """Return images in which the pixels change that gain most for their lengths [B, …]."""
         cost = (length**self.threat.p).flatten(1)
         order = (total.abs().flatten(1) / cost).argsort(dim=1, descending=True, stable=True)
-        most = (self._radius(x) * (1 + ROUNDING)) ** self.threat.p
+        most = (self.threat.radius(x) * (1 + ROUNDING)) ** self.threat.p
         taken = cost.gather(1, order).cumsum(1) <= most[:, None]
         chosen = torch.zeros_like(taken).scatter(1, order, taken).view_as(x) & (total != 0)
         return self.threat.project(torch.where(chosen, x + total.sign() * length, x), x)

@@ -97,7 +97,6 @@ class LatticeClimber(Attack):
             raise ValueError(f"LatticeClimber is for a radius in pixel units, got {self.threat}")
 
     def cost(self, count: PassCount) -> int:
-        """Return the largest number of passes that an image costs."""
         members = len(member_order(count.defense.weights))
         alone = members * min(self.classes, count.classes - 1)
         if members > ALL_SETS:  # each member is added to as many as all others
@@ -110,7 +109,6 @@ class LatticeClimber(Attack):
         return count.networks + climbing
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
         weights, order = defense.weights.to(x.device), member_order(defense.weights)
         rows, logits = torch.arange(len(x), device=x.device), _logits(defense, x)
         check_logits(logits, y)

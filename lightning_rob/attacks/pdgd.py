@@ -10,14 +10,14 @@ from torch import Tensor
 from lightning_rob.attacks.active_set import ActiveBatch, derived, positions
 from lightning_rob.attacks.base import Attack, check_norm
 from lightning_rob.attacks.budget import PassCount
-from lightning_rob.attacks.cw import BestSoFar, brought_inside
+from lightning_rob.attacks.cw import BestSoFar, adam_step, brought_inside
 from lightning_rob.attacks.gradient import ObjectiveAt, ObjectiveGradient
 from lightning_rob.attacks.pgd import is_certain
 from lightning_rob.defenses import Defense
 from lightning_rob.objectives import Loss, expected_margin
 from lightning_rob.randomness import Generator
 from lightning_rob.runtime.errors import at_least
-from lightning_rob.threat import Threat, ThreatPerImage, choose, divisor, guard, per_image, scale
+from lightning_rob.threat import Threat, ThreatPerImage, choose, divisor, per_image, scale
 
 LAST_STEP = 0.01  # the last step size, as a share of the first
 DUAL_STEP, LAST_DUAL_STEP = 0.1, 0.01  # of the logarithm of the ratio of weights
@@ -71,7 +71,7 @@ class PDGD(Attack):
         evaluate = ObjectiveGradient(self.objective)
         best = BestSoFar.begin(evaluate, defense, x, y, generator)
         ratio, zero = x.new_full((len(x),), FIRST_RATIO), torch.zeros_like(x)
-        players = (x, zero, zero, ratio, (-ratio).sigmoid())
+        players = (x, zero, zero.clone(), ratio, (-ratio).sigmoid())
         run = Descent(positions(x), x, y, derived(generator, 0), *players)
         run = run.select((~best.succeeded).nonzero()[:, 0])
         for step in range(self.steps if len(run) else 0):
@@ -126,12 +126,7 @@ class Descent(ActiveBatch):
         if threat.p == 2:
             outward = scale(delta, self.w0 / divisor(threat.size(delta)))
             gradient = scale(gradient, 1 - self.w0) + outward
-        self.mean = self.mean.lerp(gradient, 0.1)
-        self.square = self.square.lerp(gradient.square(), 0.001)
-        # Adam's running means are corrected for their start at zero.
-        root = (self.square / (1 - 0.999**self.count)).sqrt()
-        root = root + guard(root, 1e-8)
-        step = self.mean / root * (step_size / (1 - 0.9**self.count))
+        step, root = adam_step(gradient, self.mean, self.square, step_size, self.count)
         self.x_adv = (self.x_adv - step).clamp(*threat.bounds)
         if threat.p == 2:
             return

@@ -136,7 +136,7 @@ class Square(Attack):
         x, (channels, height, width) = walk.x, walk.x.shape[1:]
         if self.threat.p == math.inf:
             signs = _signs(uniform(x, channels, 1, width, generator=walk.generator))
-            return (x + scale(signs.expand_as(x), self._radius(x))).clamp(*self.threat.bounds)
+            return (x + scale(signs.expand_as(x), self.threat.radius(x))).clamp(*self.threat.bounds)
         side = max(min(height, width) // 5, 1)
         down, across = height // side, width // side
         numbers = uniform(x, 1 + channels, down, across, 1, 1, generator=walk.generator)
@@ -158,7 +158,7 @@ class Square(Attack):
         # Each channel of a window moves to +eps or -eps; in some images this changes nothing.
         window = _window(numbers[:, :2], min(side, height, width), walk.x)
         before, signs = walk.x.flatten(2).gather(2, window), _signs(numbers[:, 5:, None])
-        new = (before + scale(signs, self._radius(walk.x))).clamp(*self.threat.bounds)
+        new = (before + scale(signs, self.threat.radius(walk.x))).clamp(*self.threat.bounds)
         current = walk.best.flatten(2)
         rows = (new != current.gather(2, window)).flatten(1).any(1).nonzero()[:, 0]
         return rows, current[rows].scatter(2, window[rows], new[rows]).view_as(walk.x[rows])
@@ -170,7 +170,8 @@ class Square(Attack):
         first, second = (_window(numbers[:, at : at + 2], side, x) for at in (0, 2))
         both = torch.zeros_like(delta).scatter(2, first, 1.0).scatter(2, second, 1.0)
         in_windows = (delta * both).abs().pow(p).sum(2, keepdim=True)
-        unused = (self._radius(x) ** p - self.threat.size(delta) ** p).clamp_min(0) / x.shape[1]
+        unused = (self.threat.radius(x) ** p - self.threat.size(delta) ** p).clamp_min(0)
+        unused = unused / x.shape[1]
         new = self._turned_pyramids(side, numbers[:, 4, None, None]).flatten(1)[:, None]
         new = new * _signs(numbers[:, 5:, None]) + self._normalized(delta.gather(2, first))
         new = self._normalized(new) * (unused[:, None, None] + in_windows).pow(1 / p)
@@ -184,10 +185,7 @@ class Square(Attack):
         if self.threat.p == 1:
             return self.threat.project(x + delta, x)
         size = divisor(self.threat.size(delta), GUARD)
-        return self.threat.apply(scale(delta, self._radius(x) / size), x)
-
-    def _radius(self, x: Tensor) -> Tensor:
-        return self.threat.eps * self.threat.unit(x)
+        return self.threat.apply(scale(delta, self.threat.radius(x) / size), x)
 
     def _turned_pyramids(self, side: int, numbers: Tensor) -> Tensor:
         """Return `pyramids`, turned where numbers [..., 1, 1] are below one half."""

@@ -145,8 +145,7 @@ class Trials:
 
     def least(self, attack: Attack) -> int:
         """Return the passes of an attack's fewest steps, with those that `Budgeted` asks."""
-        least = attack.least(self.count)
-        return least + self.count.asked
+        return attack.least(self.count) + self.count.asked
 
     def shared(self, winners: list[tuple[float, Attack]], passes: int) -> list[tuple[Attack, int]]:
         """Return attacks with their passes; the last ones with too few leave them to the others."""

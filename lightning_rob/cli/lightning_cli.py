@@ -173,9 +173,8 @@ class RobustCLI(LightningCLI):
                     args=[*self._recipe_of_checkpoint(), *args],
                     run=False,
                 )
-                if (
-                    self.method
-                ):  # Lightning calls before_test, `test` here or of the trainer, after_test
+                if self.method:
+                    # Lightning calls before_test, `test` here or of the trainer, after_test.
                     self._run_subcommand(self.method)
                 if torch.distributed.is_available() and torch.distributed.is_initialized():
                     # Else threads of the backend may abort the interpreter while it ends.

@@ -2,7 +2,7 @@
 
 import shlex
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from lightning_rob.commands.audit import RadiusConfig, audited_threat
 from lightning_rob.commands.config import at_least
@@ -29,8 +29,6 @@ class AttackConfig(RadiusConfig):
             each network of an ensemble
         seed: of all noise, and of the choice of images
     """
-
-    usage: ClassVar[str] = "CHECKPOINT [options of test]"
 
     images: int = 100
     passes: int | None = None

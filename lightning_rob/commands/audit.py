@@ -1,7 +1,7 @@
 """`lightning-rob audit`: test a checkpoint with an audit plugged in."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from lightning_rob.commands.config import CommandConfig, at_least
 
@@ -59,8 +59,6 @@ class AuditConfig(RadiusConfig):
         power: test whether each attack finds adversarial images that exist by construction
         strict: exit with code 1 if something severe was found
     """
-
-    usage: ClassVar[str] = "CHECKPOINT [options of test]"
 
     images: int = 100
     steps: int = 20

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from lightning_rob.commands.config import CommandConfig, at_least
 
@@ -42,8 +42,6 @@ class CertifyConfig(CommandConfig):
         out: folder for certified.csv, .json, .jsonl and .png; else
             certificates/CHECKPOINT_FINGERPRINT_SIGMA
     """
-
-    usage: ClassVar[str] = "CHECKPOINT [options of test]"
 
     sigma: float | None = None
     radii: str | float = ""

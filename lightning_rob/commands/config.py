@@ -20,7 +20,8 @@ OF_LIGHTNING = ("fit", "validate", "test", "predict")  # commands
 class CommandConfig:
     """Options of a command."""
 
-    usage: ClassVar[str]  # arguments in the first line of `--help`
+    # Arguments in the first line of `--help`.
+    usage: ClassVar[str] = "CHECKPOINT [options of test]"
     positional: ClassVar[str] = "ckpt_path"  # option that an argument without a name sets, if any
     module: ClassVar[str] = ""  # module of the command's package that has `run`; "": the package
     # Whether these are all arguments: no recipe is read, no model built, and no torch imported.

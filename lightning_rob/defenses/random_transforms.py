@@ -44,7 +44,6 @@ class RandomTransforms(Defense):
         released_code: reproduce the slips of the authors' code, as far as there are options for
             them: apply transforms with a p other than 0 and 1 with probability 1/2, and take each
             transform `as_released`.
-
     """
 
     resamples = True

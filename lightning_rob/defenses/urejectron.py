@@ -37,7 +37,6 @@ class URejectron(Transductive):
         epochs: passes over all training and test images, shuffled together.
         source_size: number of training images, drawn anew by each `adapt`; None takes all.
         source: the training images; their labels are not used.
-
     """
 
     def __init__(
@@ -94,8 +93,7 @@ class URejectron(Transductive):
         """Compute the probability [B] that images [B, C, H, W] are test images."""
         if self.trained_discriminator is None:
             raise RuntimeError("URejectron has no discriminator before it has adapted to a batch")
-        logits = network_logits(self.trained_discriminator, x)
-        return logits.softmax(1)[:, TEST]
+        return network_logits(self.trained_discriminator, x).softmax(1)[:, TEST]
 
     def fit_to_batch(self, x: Tensor, generator: torch.Generator) -> Self:
         net = (self.discriminator or (lambda: SmallCNN(2, x.shape[1])))().to(x.device)

@@ -115,11 +115,8 @@ def attacks_by_name(
     if name in WORDS:
         return {name: WORDS[name](defense, threat, random)}
     # The audit alone takes balls of another size, within which "worst" means nothing.
-    suite = {
-        n: a
-        for n, a in suite_for(defense, threat, random=random).attacks.items()
-        if a.threat == threat
-    }
+    whole = suite_for(defense, threat, random=random)
+    suite = {each: whole.attacks[each] for each in whole.within(threat)}
     if name == "pgd" and name not in suite:  # of a defense that adapts: without rehearsals
         return {name: PGD(threat, 20, step_across(threat.eps, 20, 4))}
     if name not in ("suite", *suite):
@@ -227,8 +224,7 @@ def suite_for(
     attacks: dict[str, Attack] = {"noise": RandomCorners(threat)}
     attacks |= {name: _through(defense, one) for name, one in variants.items()}
     if threat.p == 1 and pgd.backward is None:  # where one start of PGD is weaker than Square
-        runs = APGD(threat, SHORT, objective, restarts=10)
-        attacks["apgd"] = _through(defense, runs)
+        attacks["apgd"] = _through(defense, APGD(threat, SHORT, objective, restarts=10))
     attacks["square"] = Square(threat, queries)
     if attack_gradients(defense) != surrogate_for(defense):
         attacks["declared"] = replace(pgd, backward=None)  # by the gradients that it declares

@@ -62,11 +62,6 @@ def stage(
     return nn.Sequential(first, *(block(width, width, 1, *options) for _ in range(blocks - 1)))
 
 
-def _kaiming(module: nn.Module) -> None:
-    if isinstance(module, nn.Conv2d | nn.Linear):
-        nn.init.kaiming_normal_(module.weight)
-
-
 class ResNet(nn.Module):
     """CIFAR residual network of 6n + 2 layers (He et al. 2016, section 4.2).
 
@@ -106,7 +101,9 @@ class ResNet(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw the weights of convolutions and of the linear layer anew, after their own draws."""
-        self.apply(_kaiming)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d | nn.Linear):
+                nn.init.kaiming_normal_(module.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         features = self.relu1(self.bn1(self.conv1(self.normalize(x))))

@@ -69,13 +69,6 @@ class PreActBlock(nn.Module):
         return residual + skipped
 
 
-def _kaiming(module: nn.Module) -> None:
-    if isinstance(module, nn.Conv2d):
-        nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-    if isinstance(module, nn.Linear):
-        nn.init.zeros_(module.bias)
-
-
 class WideResNet(nn.Module):
     """Wide residual network of 6n + 4 layers without dropout (Zagoruyko and Komodakis 2016).
 
@@ -125,7 +118,11 @@ class WideResNet(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw the weights of convolutions and of the linear layer anew, after their own draws."""
-        self.apply(_kaiming)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            if isinstance(module, nn.Linear):
+                nn.init.zeros_(module.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         features = self.block2(self.block1(self.conv1(self.normalize(x))))

@@ -121,16 +121,15 @@ def run(
                 json.dumps(one.publish(protocol), allow_nan=False)
         except Exception as error:  # one submission never stops the others
             one.reasons.append(reason(error, [*batches[0][0].shape[1:]]))
-    if config.part is None:
-        refuse_copies(found)
-        names = {one.name for one in published}
-        for one in own:
-            if one.name in names and not one.reasons:
-                print(visible(f"{one.folder.name}: another training of {one.name}, published"))
-        found.sort(key=lambda one: (one.folder.name, one.published))  # as in one folder
     if config.part is not None:
         print_reasons(found)
         return
+    refuse_copies(found)
+    names = {one.name for one in published}
+    for one in own:
+        if one.name in names and not one.reasons:
+            print(visible(f"{one.folder.name}: another training of {one.name}, published"))
+    found.sort(key=lambda one: (one.folder.name, one.published))  # as in one folder
     ranked = {norm: rows(found, norm) for norm in protocol.radii}
     blocks = [*page(protocol, ranked, found)]
     whole = TEMPLATES.get_template("sortable.html")
@@ -194,6 +193,7 @@ def rows(submissions: Sequence[Submission], norm: str) -> list[dict[str, Any]]:
         # An attack beside a stronger one takes nothing away: the best power of each seed counts.
         tested = [[p for p in part["power"].values() if p["passed"] is not None] for part in own]
         powers = [max(power["rate"] for power in part) for part in tested if part]
+        certified = [one.scores.get("certified") for one in group] if norm == "l2" else []
         row: dict[str, Any] = {
             "defense": name,
             "paper": group[0].paper,
@@ -203,9 +203,7 @@ def rows(submissions: Sequence[Submission], norm: str) -> list[dict[str, Any]]:
             "interval": wilson_over_draws(by_seed, images[WORST].shape[1]),
             CLEAN: float(images[CLEAN].mean()),
             USUAL: float(images[USUAL].mean()),
-            "certified": mean([one.scores.get("certified") for one in group])
-            if norm == "l2"
-            else None,
+            "certified": mean(certified),
             "power": mean(powers),
             "resubmitted": mean([part.get("resubmitted") for part in own]),
             "known_noise": mean([part.get("known_noise") for part in own]),
