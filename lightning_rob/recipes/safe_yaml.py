@@ -113,7 +113,7 @@ def _load(text: str) -> Any:
         )
     try:
         return parse_fractions(yaml.load(text, Loader=Loader))
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, ArithmeticError) as error:
         raise InputError(f"YAML: a value does not fit its tag: {error}") from error
 
 

@@ -59,7 +59,7 @@ def within(low: float, high: float, **numbers: float) -> None:
             raise ValueError(f"{name} must be in [{low:g}, {high:g}], got {number}")
 
 
-def is_of_shape(error: Exception) -> bool:
+def is_of_shape(error: BaseException) -> bool:
     """Return whether an error is of a network for images of another shape than it takes."""
     torch = r"shapes cannot be multiplied|Given groups=|[Ee]xpected (\dD.* )?input"
     kinds = RuntimeError | ValueError

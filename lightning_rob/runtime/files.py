@@ -20,6 +20,7 @@ def atomic_write(path: Path, write: Callable[[Path], object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # Lightning takes the digits in any name with "ckpt_" for the number of a checkpoint.
     draft = path.with_name(f".{path.name.replace('ckpt_', 'ckpt-')}.{os.getpid()}.part")
+    draft.unlink(missing_ok=True)  # it may be a link to another file
     try:
         write(draft)
         with draft.open("rb+") as file:

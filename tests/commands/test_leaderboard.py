@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from lightning_rob.commands.checkpoints import RECIPE
 from lightning_rob.commands.leaderboard import submissions
 from lightning_rob.commands.leaderboard.ranks import agreement, difference, ranks
 from lightning_rob.defenses import DENT, Single
@@ -29,6 +30,13 @@ class SeesGradients(TinyNet):
 
     def forward(self, x):
         return super().forward(x.flip(1) if x.requires_grad else x)
+
+
+class Quits(TinyNet):
+    """A network that ends the process in which it predicts."""
+
+    def forward(self, x):
+        raise SystemExit
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +175,13 @@ def forge(folder, change):
     (folder / "scores.json").write_text(json.dumps(scores))
 
 
+def shift_weight(path, by):
+    """Change a weight of a checkpoint."""
+    checkpoint = torch.load(path, weights_only=False)
+    next(v for v in checkpoint["state_dict"].values() if v.dim() == 2)[0, 0] += by
+    torch.save(checkpoint, path)
+
+
 def other_index(scores):
     scores["norms"]["l2"]["index"][0] = 1
 
@@ -183,7 +198,11 @@ FORGED = {
         "worst within l2 is above usual, one of its attacks",
     ),
     "certified": (lambda s: s.update(certified=7.0), "certified must be in [0, 1], got 7.0"),
-    "infinite": (lambda s: s.update(prediction=float("inf")), "Out of range float"),
+    "infinite": (lambda s: s.update(prediction=float("inf")), "prediction must be in [0, 1e12)"),
+    "surrogate": (
+        lambda s: s["norms"]["l2"].update(findings=[["severe", "\ud800", ""]]),
+        r"severe findings within l2: \ud800",
+    ),
     "list": (lambda s: s["norms"].update(l2=[]), "TypeError"),
     "weights": (lambda s: s.update(weights=[1]), "other weights: the scores are not of"),
     "nan_unused": (lambda s: s["norms"]["l2"].update(more=float("nan")), "Out of range float"),
@@ -193,18 +212,26 @@ ABOUT = {
     "training_text": ({"name": "t", "training": "many"}, "training must be a number of passes"),
     "name_list": ({"name": ["BAT"]}, "name must be of type str, got ['BAT']"),
     "training_nan": ({"name": "nan", "training": float("nan")}, "training must be a number"),
+    "training_huge": (f"{{name: x, training: {'9' * 400}/1}}", "a value does not fit its tag"),
+    "spaces": ({"name": "BAT ", "training": 40}, "name must be plain text without spaces around"),
     "misspelt": (
         {"name": "x", "sed": 1},
         "submission.yaml: there is no key 'sed', did you mean seed",
     ),
     "twice": ({"name": "BAT", "training": 40}, "BAT with the seed of BAT_0"),
-    "renamed": ({"name": "BAT", "seed": 7, "training": 40}, "BAT with the weights of BAT_0"),
+    "renamed": ({"name": "New", "seed": 7, "training": 40}, "New with the weights of BAT_0"),
     "broken": (": [", "broken/submission.yaml"),
 }
 
 
 def test_no_submission_stops_the_others(folder, capsys):
     """Each has its reason in the table, whatever its files hold; a name is text on the page."""
+    (folder / "linked").symlink_to(folder / "BAT_0")
+    quits = shutil.copytree(folder / "Sees", folder / "quits")
+    checkpoint = torch.load(quits / "last.ckpt", weights_only=False)
+    checkpoint[RECIPE] = checkpoint[RECIPE].replace("SeesGradients", "Quits")
+    torch.save(checkpoint, quits / "last.ckpt")
+    (quits / "submission.yaml").write_text("{name: Quits, training: 40}")
     for name, (change, _) in FORGED.items():
         forge(shutil.copytree(folder / "BAT_0", folder / name), change)
         about = yaml.safe_dump({"name": name, "training": 40})
@@ -218,6 +245,8 @@ def test_no_submission_stops_the_others(folder, capsys):
     shutil.copytree(folder / "BAT_0", folder / "pipe", ignore=lambda *_: ["last.ckpt"])
     os.mkfifo(folder / "pipe/last.ckpt")
     shutil.copytree(folder / "BAT_0", folder / "markup")
+    (folder / "markup/scores.json").unlink()
+    shift_weight(folder / "markup/last.ckpt", 0.001)
     markup = "<script>alert(1)</script> | \x1b[31m\n# x"
     (folder / "markup/submission.yaml").write_text(yaml.safe_dump({"name": markup, "training": 1}))
     for name in ("shape", "narrow"):
@@ -238,14 +267,15 @@ def test_no_submission_stops_the_others(folder, capsys):
     for name, (_, reason) in (FORGED | ABOUT).items():
         said = [line for line in out.splitlines() if line.startswith(f"{name}: ")]
         assert any(reason in line for line in said), name
-    assert "pipe: last.ckpt is no file" in out
+    assert "pipe: last.ckpt is no file" in out and "quits: SystemExit: " in out
+    assert "linked: linked is a link to what is elsewhere: give the files" in out
     assert "bare: a model without a submission.yaml, passed over" in out
     assert "no_json: scores.json is damaged" in out and "\x1b" not in out
     assert "<script>alert" not in (folder / "leaderboard.html").read_text()
     assert "<script>alert" not in (folder / "leaderboard.md").read_text()
 
 
-def test_a_check_finds_what_is_cut_or_forged(folder, capsys):
+def test_a_check_finds_what_is_cut_or_forged(folder, content, capsys):
     """Without noise the same images fall again: each is seen, not their mean alone."""
     forge(folder / "Sees", lambda s: [one.update(findings=[]) for one in s["norms"].values()])
 
@@ -255,14 +285,15 @@ def test_a_check_finds_what_is_cut_or_forged(folder, capsys):
             found["worst"][place] = found["usual"][place] = 1.0
 
     forge(folder / "BAT_1", forged)
+    forge(folder / "Smoothed", forged)  # few enough to pass for other draws
     for name in ("BAT_0", "Smoothed"):
         shutil.copytree(folder / name, folder / f"other {name}")
-    checkpoint = torch.load(folder / "BAT_0/last.ckpt", weights_only=False)
-    next(v for v in checkpoint["state_dict"].values() if v.dim() == 2)[0, 0] += 0.5
-    torch.save(checkpoint, folder / "other BAT_0/last.ckpt")
+    shift_weight(folder / "other BAT_0/last.ckpt", 0.5)
     forge(folder / "other Smoothed", lambda s: s["protocol"]["radii"].update(linf=0.05))
     ranked = {row["defense"]: row for row in told(folder, "--check=30")["norms"]["l2"]}
     assert ranked.keys() == {"BAT", "Smoothed"} and ranked["BAT"]["seeds"] == 1
+    (honest,) = (row for row in content["norms"]["l2"] if row["defense"] == "Smoothed")
+    assert ranked["Smoothed"]["worst"] == pytest.approx(honest["worst"], abs=0.01)
     out = capsys.readouterr().out
     assert "BAT_0: images attacked again agree" in out and "BAT_0: worst of" not in out
     assert "Sees: severe findings of 30 images attacked again within linf: gradients_seen" in out
@@ -291,6 +322,20 @@ def test_each_check_chooses_other_images(monkeypatch):
             one._attack_again(defense, protocol, Threat("l2", 1.0), batches, 20)
     assert seen[0] != seen[1] and len(seen[0]) == 20
     assert len(seen[2]) == 100  # a round of fewer images would be another defense
+
+
+def test_a_check_finds_a_defense_that_was_trained_on_the_images_of_the_protocol():
+    part, y = torch.rand(80, 3, 8, 8), torch.arange(40) % 4
+    protocol = submissions.Protocol("", {}, {"linf": 0.1}, 40, passes=60, steps=2)
+    defense, threat = Single(TinyNet()), Threat("linf", 0.1)
+    own, others = ([(part[at : at + 40], y, torch.arange(40))] for at in (0, 40))
+    honest = submissions.scored(defense, protocol, threat, own, ("usual",))
+    honest = {name: honest.per_image(name).tolist() for name in honest.names}
+    for scores, said in ((honest, 0), (dict.fromkeys(("clean", "usual"), [1.0] * 40), 2)):
+        one = submissions.Submission(Path(), "x")
+        one.scores = {"norms": {"linf": {"images": scores}}}
+        one._attack_others(defense, protocol, threat, others)
+        assert len(one.reasons) == said
 
 
 class Noisy(TinyNet):

@@ -95,10 +95,11 @@ def run(
     if len(index) < protocol.images:
         raise InputError(f"the data has {len(index)} test images, not {protocol.images}")
     noise = torch.Generator().manual_seed(protocol.seed)
-    batches = some_of(
-        batches, index[torch.randperm(len(index), generator=noise)[: protocol.images]]
-    )
+    order = torch.randperm(len(index), generator=noise)
+    others = some_of(batches, index[order[protocol.images :][: protocol.images]])
+    batches = some_of(batches, index[order[: protocol.images]])
     chosen = torch.cat([index for _, _, index in batches]).tolist()
+    check = 0 if config.part else config.check  # what a check finds is not recorded
     # Its scores are recorded one by one: a run that is killed goes on with the next submission.
     for one in config.own([one for one in found if not one.reasons]):
         try:
@@ -111,18 +112,20 @@ def run(
             # The scores are the submitter's: what needs no attack comes before some are repeated.
             one.check_scores(protocol, chosen)
             if defense:
-                one.check(protocol, defense, batches, config.check)
+                one.check(protocol, defense, batches, check, others)
             for norm in protocol.radii if not one.reasons else ():
                 check_row(*rows([one], norm))
             if not one.reasons:
-                if defense and config.check:
+                if defense and check:
                     print(visible(f"{one.folder.name}: images attacked again agree"), flush=True)
                 hash(one.scores["weights"])  # what the file cannot hold is an error of its own
                 json.dumps(one.publish(protocol), allow_nan=False)
-        except Exception as error:  # one submission never stops the others
+        except (Exception, SystemExit) as error:  # one submission never stops the others
             one.reasons.append(reason(error, [*batches[0][0].shape[1:]]))
     if config.part is not None:
         print_reasons(found)
+        if config.check:
+            print("A part attacks what has no scores: run --check without --part")
         return
     refuse_copies(found)
     names = {one.name for one in published}
@@ -156,7 +159,7 @@ def run(
         raise SystemExit(1)
 
 
-def reason(error: Exception, shape: list[int]) -> str:
+def reason(error: BaseException, shape: list[int]) -> str:
     """Return why a submission has no rank, in one line; `shape` is that of the images."""
     if is_of_shape(error):
         return f"the network does not take the protocol's images, [C, H, W] = {shape}"
@@ -220,7 +223,9 @@ def rows(submissions: Sequence[Submission], norm: str) -> list[dict[str, Any]]:
 
 def check_row(row: dict[str, Any]) -> None:
     """Raise ValueError for a row with what is no share or no number."""
-    cells(row)  # raises where a cell cannot be written
+    " ".join(cells(row)).encode()  # raises where a cell cannot be written
+    if not 0 <= row["prediction"] < 1e12:
+        raise ValueError(f"prediction must be in [0, 1e12), got {row['prediction']}")
     for key in (CLEAN, USUAL, "certified", "power", "resubmitted", "known_noise"):
         if row[key] is not None and not 0 <= row[key] <= 1:
             raise ValueError(f"{key} must be in [0, 1], got {row[key]}")
@@ -233,8 +238,9 @@ def refuse_copies(found: Sequence[Submission]) -> None:
     for one in found:
         if one.reasons:
             continue
-        for what, key in (("seed", one.seed), ("weights", one.scores["weights"])):
-            other = seen.setdefault((one.name, what, key), one)
+        own = (one.name, "seed", one.seed), ("", "weights", one.scores["weights"])
+        for name, what, key in own:
+            other = seen.setdefault((name, what, key), one)
             if other is not one:
                 where = f"{other.folder.name}{' (published)' * other.published}"
                 one.reasons.append(f"{one.name} with the {what} of {where}")
@@ -268,7 +274,10 @@ def page(
     yield Paragraph(NOTE)
     if refused := [one for one in found if one.reasons]:
         yield Heading(2, "Without a rank")
-        reasons = [(one.folder.name, one.name, "; ".join(one.reasons)) for one in refused]
+        reasons = [
+            tuple(map(visible, (one.folder.name, one.name, "; ".join(one.reasons))))
+            for one in refused
+        ]
         yield table("Submissions", ("folder", "defense", "reason"), reasons)
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 import time
+import unicodedata
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from scipy.stats import binom
+from scipy.stats import binom, permutation_test
 from torch import Tensor
 
 from lightning_rob.attacks import Attack, Auto
@@ -71,6 +72,7 @@ class Protocol:
         at_least(2, images=self.images)  # ranks need a variance between images
         if not self.radii:
             raise ValueError("radii must name a norm")
+        str(self.title).encode()  # raises for a lone surrogate, which no file can hold
         # A ValueError for another norm; YAML reads 2 as a number.
         radii = {str(Threat(norm, eps).norm): eps for norm, eps in self.radii.items()}
         object.__setattr__(self, "radii", radii)
@@ -103,16 +105,22 @@ class Submission:
             if type(value := getattr(self, key)) is not kind:
                 raise ValueError(f"{key} must be of type {kind.__name__}, got {value!r}")
             str(value).encode()  # raises for a lone surrogate, which no file can hold
+        if not self.name or unicodedata.normalize("NFKC", self.name).strip() != self.name:
+            raise ValueError(f"name must be plain text without spaces around, got {self.name!r}")
         known = self.training is not None
-        number = isinstance(self.training, int | float)
+        number = type(self.training) in (int, float)
         if known and not (number and 0 <= self.training < math.inf):  # type: ignore[operator]
             raise ValueError(f"training must be a number of passes, got {self.training!r}")
 
     @classmethod
     def read(cls, folder: Path) -> "Submission":
         """Return the submission of a folder, with its scores, or the reason why it has no rank."""
-        found, path = cls(folder, folder.name), folder / SCORES
+        found, path = cls(folder, visible(folder.name).strip()), folder / SCORES
         try:
+            inside = folder.parent.resolve() / folder.name
+            for one in (folder, *folder.iterdir()):
+                if not one.resolve().is_relative_to(inside):
+                    raise ValueError(f"{one.name} is a link to what is elsewhere: give the files")
             if odd := [one for one in folder.iterdir() if not (one.is_file() or one.is_dir())]:
                 raise ValueError(f"{odd[0].name} is no file")  # to read a pipe never ends
             found = cls(folder, **_content(folder / "submission.yaml", cls))
@@ -200,8 +208,21 @@ class Submission:
                         f"{name} within {norm} must be {len(index)} numbers in [0, 1]"
                     )
 
-    def check(self, protocol: Protocol, defense: Defense, batches: Batches, images: int) -> None:
-        """Find whether the scores are of this model; attack some images again if asked for."""
+    def check(
+        self,
+        protocol: Protocol,
+        defense: Defense,
+        batches: Batches,
+        images: int = 0,
+        others: Batches | None = None,
+    ) -> None:
+        """Find whether the scores are of this model; attack images again if asked for.
+
+        Args:
+            batches: the protocol's images.
+            images: how many of them are attacked again.
+            others: test images that are not the protocol's, attacked by the usual attack.
+        """
         if not self.scores:
             return
         x, _, index = batches[0]
@@ -216,6 +237,8 @@ class Submission:
         elif images and not self.reasons:
             for norm, eps in protocol.radii.items():
                 self._attack_again(defense, protocol, Threat(norm, eps), batches, images)
+                if others:
+                    self._attack_others(defense, protocol, Threat(norm, eps), others)
 
     def _refuse_severe(self, where: str, findings: Sequence[Sequence[str]]) -> None:
         if severe := {name: text for severity, name, text in findings if severity == "severe"}:
@@ -231,10 +254,10 @@ class Submission:
         fresh = torch.Generator()
         fresh.seed()
         order = torch.randperm(len(index), generator=fresh)[:images].sort().values
-        without_power = replace(protocol, power=0)
+        fewer = replace(protocol, power=min(protocol.power, len(order)))
         # A defense that adapts is another one in a smaller round.
         attacked = batches if defense.transductive else some_of(batches, index[order])
-        result = scored(defense, without_power, threat, attacked)
+        result = scored(defense, fewer, threat, attacked)
         rows = torch.isin(result.index, index[order])
         found = [(one.severity, one.name, one.text) for one in flagged(result)]
         self._refuse_severe(f"of {len(order)} images attacked again within {threat.norm}", found)
@@ -253,25 +276,51 @@ class Submission:
                 accuracy = f"{before.mean():.1%} of the scores for {now.mean():.1%}"
                 where = f"{len(order)} images attacked again within {threat.norm}"
                 self.reasons.append(f"{name} of {where}: {accuracy}")
-            elif name == WORST and not (result.random or result.joint):  # two attacks: their best
-                for place, least in zip(order.tolist(), now.minimum(before).tolist(), strict=True):
-                    own["images"][WORST][place] = least
+            elif name == WORST:
+                # Of two attacks the best. Of noise the new draws: chosen ones may have been sent.
+                kept = now if result.random or result.joint else now.minimum(before)
+                for place, score in zip(order.tolist(), kept.tolist(), strict=True):
+                    own["images"][WORST][place] = score
+
+    def _attack_others(
+        self, defense: Defense, protocol: Protocol, threat: Threat, others: Batches
+    ) -> None:
+        """Compare with images that the scores are not of: a defense may be trained on those."""
+        own = self.scores["norms"][str(threat.norm)]["images"]
+        result = scored(defense, protocol, threat, others, (USUAL,))
+        for name in (CLEAN, USUAL):
+            before, now = own[name], result.per_image(name).tolist()
+            test = permutation_test((before, now), _gap, vectorized=True, alternative="greater")
+            if test.pvalue < DIFFERS / (2 * len(protocol.radii)):
+                self.reasons.append(
+                    f"{name} within {threat.norm}: {sum(before) / len(before):.1%} of the "
+                    f"protocol's images, and {sum(now) / len(now):.1%} of {len(now)} others"
+                )
+
+
+def _gap(first: Any, second: Any, axis: int) -> Any:
+    return first.mean(axis) - second.mean(axis)
 
 
 def scored(
-    defense: Defense, protocol: Protocol, threat: Threat, batches: Batches
+    defense: Defense,
+    protocol: Protocol,
+    threat: Threat,
+    batches: Batches,
+    names: Sequence[str] | None = None,
 ) -> EvaluationResult:
-    """Attack images under a protocol within one threat."""
+    """Attack images under a protocol within one threat, by all its attacks or those of names."""
     adapts, (x, _, index) = defense.transductive, batches[0]
+    attacks = protocol.attacks(defense, threat, draws_noise(defense, x[:TRIED], index[:TRIED]))
     return evaluate(
         defense,
-        protocol.attacks(defense, threat, draws_noise(defense, x[:TRIED], index[:TRIED])),
+        {name: attacks[name] for name in names or attacks},
         batches,
         seed=protocol.seed,
         inferences=1 if adapts else protocol.inferences,
         protocol=RoundProtocol(images=protocol.images) if adapts else None,
-        known_noise=not adapts,
-        power=0 if adapts else protocol.power,
+        known_noise=not adapts and not names,
+        power=0 if adapts or names else protocol.power,
         progress=False,
     )
 
