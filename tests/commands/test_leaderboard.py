@@ -19,9 +19,21 @@ from lightning_rob.nets import SmallCNN
 from lightning_rob.recipes.shipped import shipped_folder
 from lightning_rob.threat import Threat
 from tests.pieces import spec
-from tests.tiny import TinyNet, exit_code, fit, pgd, refused
+from tests.tiny import Blobs, TinyNet, exit_code, fit, pgd, refused
 
-PROTOCOL = {"title": "Blobs", "data": spec("tests.tiny.Blobs"), "radii": {"linf": 0.1, "l2": 0.1}}
+
+class Shuffled(Blobs):
+    """Test images that come in another order than in the source, as those of folders do."""
+
+    def test_order(self, count):
+        return torch.arange(count).flip(0)
+
+
+PROTOCOL = {
+    "title": "Blobs",
+    "data": spec(f"{__name__}.Shuffled"),
+    "radii": {"linf": 0.1, "l2": 0.1},
+}
 PROTOCOL |= {"images": 30, "passes": 60, "steps": 4, "power": 1, "certified": 200, "training": 100}
 
 

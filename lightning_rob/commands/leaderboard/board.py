@@ -98,7 +98,7 @@ def run(
     order = torch.randperm(len(index), generator=noise)
     others = some_of(batches, index[order[protocol.images :][: protocol.images]])
     batches = some_of(batches, index[order[: protocol.images]])
-    chosen = torch.cat([index for _, _, index in batches]).tolist()
+    chosen = torch.cat([index for _, _, index in batches]).sort().values.tolist()  # as in scores
     check = 0 if config.part else config.check  # what a check finds is not recorded
     # Its scores are recorded one by one: a run that is killed goes on with the next submission.
     for one in config.own([one for one in found if not one.reasons]):
