@@ -28,17 +28,15 @@ def test_checkpoints_of_the_tables_load(path):
     assert isinstance(load(path), Defense)
 
 
-@pytest.mark.parametrize(
-    "path", ["docs/leaderboard_photographs.json", "docs/leaderboard_digits.json"]
-)
-def test_published_scores_are_read(path):
+@pytest.mark.parametrize(("board", "least"), [("photographs", 16), ("digits", 26), ("cifar10", 9)])
+def test_published_scores_are_read(board, least):
     """A submission is ranked beside them (`--beside`)."""
-    protocol, found = read_published(ROOT / path)
+    protocol, found = read_published(ROOT / f"docs/leaderboard_{board}.json")
     index = found[0].scores["norms"]["linf"]["index"]
     for one in found:
         one.check_scores(protocol, index)
-    assert len(found) > 40 and not any(one.reasons for one in found)
-    assert len(rows(found, "linf")) > 15
+    assert not any(one.reasons for one in found)
+    assert len(rows(found, "linf")) >= least
 
 
 def stubs(path):
