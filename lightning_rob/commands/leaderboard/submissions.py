@@ -213,8 +213,8 @@ class Submission:
         protocol: Protocol,
         defense: Defense,
         batches: Batches,
-        images: int = 0,
-        others: Batches | None = None,
+        images: int,
+        others: Batches,
     ) -> None:
         """Find whether the scores are of this model; attack images again if asked for.
 
