@@ -125,6 +125,8 @@ def main():
     parser.add_argument("--classifier-epochs", type=int, default=15)
     parser.add_argument("--source-size", type=int, default=None)
     parser.add_argument("--repeats", type=int, default=3)
+    kinds = ("PGD", "GMSA", "CW", "brightness")
+    parser.add_argument("--only", nargs="+", choices=kinds, default=kinds, help="settings")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="the figure; none without it")
     options = parser.parse_args()
@@ -146,7 +148,8 @@ def main():
     for column in (*names, "AUC attacked", "AUC z"):
         table.add_column(column, justify="right")
     panels, limits = [], torch.linspace(0, 1, 100).tolist()
-    for label, attack in tqdm(attacks(options).items(), leave=False):
+    chosen = {k: v for k, v in attacks(options).items() if k.startswith(tuple(options.only))}
+    for label, attack in tqdm(chosen.items(), leave=False):
         row, (of_z, of_all, error) = played(defense, attack, x, y, held_out, options)
         table.add_row(label, *(f"{value:.3f}" for value in row))
         panels.append(Setting(label, limits, of_all.tolist(), of_z.tolist(), error.tolist()))
