@@ -1,6 +1,7 @@
 """Records: plain data that follows the schema, written completely or not at all."""
 
 import math
+import re
 
 import torch
 
@@ -25,6 +26,7 @@ from lightning_rob.threat import Threat
 from lightning_rob.transforms import GaussianNoise
 from tests.schema import SCHEMA as JSON_SCHEMA
 from tests.schema import checked
+from tests.tiny import ROOT
 
 WHITE_BOX = PGD(Threat("linf", 0.1), 3, 0.05, draws=5, restarts=2)
 
@@ -58,3 +60,10 @@ def test_a_result_is_the_same_after_writing_and_reading(tmp_path):
     assert JSON_SCHEMA["properties"]["schema"]["const"] == SCHEMA == REPORT_READS
     assert second["accuracy"] is None
     assert math.isnan(Result.from_record(second).accuracy)
+
+
+def test_the_page_and_the_schema_name_the_same_fields():
+    page = (ROOT / "docs/records.md").read_text().partition("An `accuracy` has")[2]
+    cells = [line.split("|")[1] for line in page.partition("\n## ")[0].splitlines() if "|" in line]
+    described = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+    assert described == JSON_SCHEMA["$defs"]["accuracy"]["properties"].keys() - {"kind"}
