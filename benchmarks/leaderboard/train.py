@@ -171,7 +171,8 @@ class Passes:
 def train(folder, images, common, name, seed, paper, recipes, epochs, options, passes):
     draft = folder.with_name(f".{folder.name}")
     # One that was killed before its count was written begins anew.
-    begun = [path for path in draft.rglob("last.ckpt") if path.with_suffix(".passes").exists()]
+    ends = (path.resolve() for path in draft.rglob("last.ckpt"))  # of some recipes it is a link
+    begun = [path for path in ends if path.with_suffix(".passes").exists()]
     if not begun:
         shutil.rmtree(draft, ignore_errors=True)
     stages = STAGES.get(name, 1)

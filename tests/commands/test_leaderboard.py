@@ -314,6 +314,28 @@ def test_a_check_finds_what_is_cut_or_forged(folder, content, capsys):
     assert "Smoothed: another protocol: radii is {'linf': 0.05, 'l2': 0.1}, not" in out
 
 
+def test_a_run_that_was_stopped_keeps_the_norms_that_had_ended(folder, monkeypatch):
+    for name in ("BAT_1", "Smoothed", "Sees"):
+        shutil.rmtree(folder / name)
+    path, scored, attacked = folder / "BAT_0/scores.json", submissions.scored, []
+    norms = json.loads(path.read_text())["norms"]
+    path.unlink()
+
+    def stopped(defense, protocol, threat, *rest, **options):
+        attacked.append(threat.norm)
+        if attacked == ["linf", "l2"]:
+            raise KeyboardInterrupt
+        return scored(defense, protocol, threat, *rest, **options)
+
+    monkeypatch.setattr(submissions, "scored", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        told(folder, "--evaluate")
+    told(folder, "--evaluate")
+    assert attacked == ["linf", "l2", "l2"]
+    assert json.loads(path.read_text())["norms"] == norms
+    assert not (folder / ".scoring").exists()
+
+
 def test_each_check_chooses_other_images(monkeypatch):
     """The default stream of torch begins alike in each process: one who knows it may forge."""
     seen = []

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import time
 import unicodedata
 from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ from lightning_rob.metrics.intervals import paired_p
 from lightning_rob.recipes.safe_yaml import load_file
 from lightning_rob.runtime.errors import InputError, at_least, nearest, visible
 from lightning_rob.runtime.files import atomic_write_text
-from lightning_rob.runtime.identity import fingerprint
+from lightning_rob.runtime.identity import cache_key, fingerprint
 from lightning_rob.threat import Threat
 
 SCORES = "scores.json"
@@ -145,13 +146,18 @@ class Submission:
         return checkpoint if checkpoint.exists() else self.folder
 
     def evaluate(self, protocol: Protocol, defense: Defense, batches: Batches) -> None:
-        """Attack the defense under the protocol, and write the scores."""
+        """Attack under the protocol, and write the scores; a run that was stopped goes on."""
         scores: Scores = {"protocol": asdict(protocol), "weights": fingerprint(defense)}
-        scores |= {"versions": versions(), "prediction": relative_time(defense, batches[0][0])}
-        scores["norms"] = {
-            norm: self._within(defense, protocol, Threat(norm, eps), batches)
-            for norm, eps in protocol.radii.items()
-        }
+        scores["versions"] = versions()
+        # Outside of the submission, whose files are not ours.
+        kept = self.folder.with_name(".scoring") / f"{self.folder.name}_{cache_key(**scores)}"
+        scores |= {"prediction": relative_time(defense, batches[0][0]), "norms": {}}
+        for norm, eps in protocol.radii.items():
+            if not (path := kept / f"{norm}.json").exists():
+                found = self._within(defense, protocol, Threat(norm, eps), batches, kept)
+                kept.mkdir(parents=True, exist_ok=True)
+                atomic_write_text(path, json.dumps(found))
+            scores["norms"][norm] = json.loads(path.read_text())
         if protocol.certified and hasattr(defense, "sigma") and "l2" in protocol.radii:
             found = certify(
                 defense,
@@ -164,11 +170,14 @@ class Submission:
             scores["certified"] = found.certified(protocol.radii["l2"])
         self.scores = with_schema(scores)
         atomic_write_text(self.folder / SCORES, json.dumps(self.scores, allow_nan=False) + "\n")
+        shutil.rmtree(kept)
+        with suppress(OSError):  # another submission is scored at the same time
+            kept.parent.rmdir()
 
     def _within(
-        self, defense: Defense, protocol: Protocol, threat: Threat, batches: Batches
+        self, defense: Defense, protocol: Protocol, threat: Threat, batches: Batches, kept: Path
     ) -> Scores:
-        result = scored(defense, protocol, threat, batches)
+        result = scored(defense, protocol, threat, batches, kept=kept)
         found: Scores = {"index": result.index.tolist(), "random": result.random}
         names = (*result.names, WORST)
         found["images"] = {name: result.per_image(name).tolist() for name in names}
@@ -308,8 +317,12 @@ def scored(
     threat: Threat,
     batches: Batches,
     names: Sequence[str] | None = None,
+    kept: Path | None = None,
 ) -> EvaluationResult:
-    """Attack images under a protocol within one threat, by all its attacks or those of names."""
+    """Attack images under a protocol within one threat, by all its attacks or those of names.
+
+    With a folder, an evaluation that was killed goes on from there.
+    """
     adapts, (x, _, index) = defense.transductive, batches[0]
     attacks = protocol.attacks(defense, threat, draws_noise(defense, x[:TRIED], index[:TRIED]))
     return evaluate(
@@ -321,7 +334,8 @@ def scored(
         protocol=RoundProtocol(images=protocol.images) if adapts else None,
         known_noise=not adapts and not names,
         power=0 if adapts or names else protocol.power,
-        progress=False,
+        resume=None if adapts and defense.stateful else kept,
+        progress=kept is not None,
     )
 
 
