@@ -8,7 +8,7 @@ images are predicted ten times. An accuracy has the 95 % t interval over these p
 difference to the row --against, which is the baseline, a paired one over images. Every finished row
 is appended to --record and read from there when the same command runs again. With the records of
 networks from other training seeds, --seeds, means over the seeds follow, with t intervals over
-them. Other options are those of `lightning-rob test`.
+them and over the images. Other options are those of `lightning-rob test`.
 """
 
 import argparse
@@ -158,18 +158,23 @@ def row(name, line, base):
 
 
 def tell_means(records, games, against, setting):
-    """Print means over training seeds, with 95 % t intervals over them."""
+    """Print means over training seeds, with 95 % t intervals over them, then over the images."""
 
-    def accuracies(name, steps):
+    def rights(name, steps):  # [seeds, images]
         lines = [found.get(f"{name}, {steps} steps, {setting}") for found in records]
-        return [100 * mean(line["accuracies"]) for line in lines] if all(lines) else []
+        return 100 * torch.tensor([line["images"] for line in lines]) if all(lines) else None
 
-    print(f"\n| {len(records)} seeds | accuracy, % | minus {against} |\n|---|---|---|")
+    head = f"accuracy, % | minus {against}"
+    print(f"\n| {len(records)} seeds | {head} | over images: {head} |\n|---|---|---|---|---|")
     for steps, name in games:
-        if ours := accuracies(name, steps):
-            base = accuracies(against, steps) if name != against else []
-            gaps = [one - other for one, other in zip(ours, base, strict=False)]
-            print(f"| {name} | {cell(ours)} | {cell(gaps, '+') if gaps else ''} |")
+        if (ours := rights(name, steps)) is None:
+            continue
+        base, cells = rights(against, steps), [name]
+        for dim in (1, 0):
+            cells.append(cell(ours.mean(dim).tolist()))
+            same = name == against or base is None
+            cells.append("" if same else cell((ours - base).mean(dim).tolist(), "+"))
+        print(f"| {' | '.join(cells)} |")
 
 
 def main():
