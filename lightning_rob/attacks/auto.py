@@ -32,7 +32,7 @@ from lightning_rob.objectives import losses_of_rule
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import random_member
 from lightning_rob.runtime.errors import at_least
-from lightning_rob.threat import Threat
+from lightning_rob.threat import TINY, Threat
 
 # Kinds of defenses as an attacker sees them.
 SuiteKind = Literal["single", "ensemble", "randomized", "random", "transformed", "transductive"]
@@ -304,4 +304,4 @@ def _draws(defense: Defense) -> bool:
 
 def step_across(eps: float, steps: int, fraction: int) -> float:
     """Return a fraction of the radius, or more if the steps would not lead across the ball."""
-    return max(eps / fraction, 2.5 * eps / steps)
+    return max(eps / fraction, 2.5 * eps / steps, TINY)  # no step has the length 0

@@ -250,7 +250,7 @@ class Attack(Counted, ABC):
                 raise ValueError(f"{names} cannot be scaled with eps: it is 0 in {self}")
             for name in self.lengths:
                 length = getattr(self, name)
-                changes[name] = None if length is None else length * (eps / self.threat.eps)
+                changes[name] = None if length is None else length * (eps / self.threat.eps or 1)
         return replace(self, **changes)  # type: ignore[type-var]
 
     @abstractmethod

@@ -46,7 +46,8 @@ class PDGD(Attack):
     Args:
         threat: the ball and the bounds; linf or l2.
         steps: number of steps, each of one forward and one backward pass.
-        step_size: step size of Adam, in pixel units: the length of the first step at each pixel.
+        step_size: step size of Adam, as a share of the range of the bounds: the length of the first
+            step at each pixel.
         objective: the objective that must become positive: `expected_margin`, or `linear` (the
             margin of the mean logits); they are equal on a single network.
     """
@@ -70,6 +71,8 @@ class PDGD(Attack):
             raise TypeError(f"PDGD is for fixed classifiers, not for {type(defense).__name__}")
         evaluate = ObjectiveGradient(self.objective)
         best = BestSoFar.begin(evaluate, defense, x, y, generator)
+        low, high = self.threat.bounds
+        step_size = (high - low) * self.step_size
         ratio, zero = x.new_full((len(x),), FIRST_RATIO), torch.zeros_like(x)
         players = (x, zero, zero.clone(), ratio, (-ratio).sigmoid())
         run = Descent(positions(x), x, y, derived(generator, 0), *players)
@@ -78,7 +81,7 @@ class PDGD(Attack):
             at = evaluate(defense, run.x_adv, run.y, run.generator, check=step == 0)
             value = at.value.to(x)
             best.update(run.index, run.x_adv, self.threat.size(run.x_adv - run.x), value, 0)
-            run.descend(at, self.threat, self.step_size * LAST_STEP ** (step / self.steps))
+            run.descend(at, self.threat, step_size * LAST_STEP ** (step / self.steps))
             # The dual player starts with long steps, which find the right order of magnitude.
             left = 1 - step / max(self.steps - 1, 1)
             dual_step = LAST_DUAL_STEP + (DUAL_STEP - LAST_DUAL_STEP) * left

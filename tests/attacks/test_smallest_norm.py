@@ -81,6 +81,9 @@ def test_steps_scale_with_the_bounds():
     wide = Threat("l2", 255 * FREE.eps, (0.0, 255.0))
     x_adv = DDN(wide, 40, first_norm=255.0)(Single(far), 255 * x, y)
     torch.testing.assert_close(x_adv / 255, expected, rtol=0, atol=1e-9)
+    for norm, longest in (("linf", 0.5), ("l2", 1.5)):
+        x_adv = PDGD(Threat(norm, 255 * longest, (0.0, 255.0)), 40)(Single(far), 255 * x, y)
+        assert (far.eval()(x_adv).argmax(1) != y).all()
 
 
 @pytest.mark.rounding

@@ -89,6 +89,12 @@ def test_images_without_noise_count_too():
     assert found.known_noise.accuracy <= found.accuracy("pgd")
 
 
+def test_within_no_radius_it_is_the_accuracy_of_the_draws():
+    still = {"pgd": WEAK["pgd"].rescaled(0.0)}
+    found = evaluate(Noisy(NET), still, [images(20)], known_noise=True, progress=False)
+    assert found.known_noise.accuracy == found.accuracy("clean") < 1
+
+
 @pytest.mark.parametrize(
     "defense",
     [

@@ -129,6 +129,7 @@ def test_p_of_equal_differences_is_known():
     """Twenty differences of 0.1: the probability that their weights, times 0.1, are below one's."""
     found = paired(torch.full((20,), 0.9).double(), torch.ones(20).double())
     assert found.p == pytest.approx(2 * 1.1**-20)
+    assert p_at_most(np.ones(1000), 0.99) == pytest.approx(0.995**1000, rel=1e-3)
     assert paired(torch.zeros(20_000), torch.ones(20_000)).p > 0
 
 
