@@ -131,6 +131,8 @@ def share_work(line: Any) -> None:
 
 
 def _fail(message: str, code: int = 2, at_once: bool = False) -> NoReturn:
+    # The error of a loader's process holds a traceback, and ends with what was raised.
+    message = re.sub(r"(?s)Caught \w+ in DataLoader worker .*\w+Error: ", "", message)
     line = visible(re.sub(r"\s*\n\s*", " ", message.strip()))
     print(f"lightning-rob: error: {line}", file=sys.stderr, flush=True)
     if at_once:  # skip exit handlers: torch's would wait for a lost rank
