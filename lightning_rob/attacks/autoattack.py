@@ -49,7 +49,8 @@ class AutoAttack(Attack):
         threat: a ball for linf, l2 or l1.
         version: "standard" (APGD-CE, APGD-T, FAB-T, Square with 5,000 queries; for l1 with five
             restarts of APGD-CE and five classes of APGD-T), "rand" (APGD-CE and APGD-DLR on the
-            mean gradient of 20 predictions), or "custom".
+            mean gradient of 20 predictions), or "custom". APGD-T, whose loss needs four classes, is
+            APGD-DLR for three; for two both versions are without either.
         attacks: the attacks of a "custom" version, in this order and with one restart, else as in
             the standard version: "apgd-ce", "apgd-dlr", "apgd-t", "fab-t", "square".
         batch_size: number of images attacked at a time; None for as many as a CPU's caches hold,
@@ -161,8 +162,7 @@ class AutoAttack(Attack):
 
     def stages(self, classes: int, early_stop: bool = True) -> list[Attack]:
         """Return the attacks of this version, APGD with early stopping or without."""
-        names = self.attacks or STAGES[self.version]
-        self._check_classes(names, classes)
+        names = self._names(classes)
         in_l1 = self.threat.p == 1  # the authors' choices for l1
         ce = APGD(
             self.threat,
@@ -179,16 +179,18 @@ class AutoAttack(Attack):
         }
         return [stages[name] for name in names]
 
-    @staticmethod
-    def _check_classes(names: Sequence[str], classes: int) -> None:
-        for name in names:
-            if classes < CLASSES[name]:
-                wanted = {*names, "apgd-dlr"}
-                fitting = tuple(n for n in CLASSES if n in wanted and CLASSES[n] <= classes)
-                raise ValueError(
-                    f"{name} needs {CLASSES[name]} classes or more, the defense has {classes}: "
-                    f"give version='custom' and attacks={fitting}"
-                )
+    def _names(self, classes: int) -> Sequence[str]:
+        names = self.attacks or STAGES[self.version]
+        few = next((name for name in names if classes < CLASSES[name]), None)
+        if few is None:
+            return names
+        fitting = tuple(n for n in CLASSES if n in {*names, "apgd-dlr"} and CLASSES[n] <= classes)
+        if self.attacks or not fitting:
+            raise ValueError(
+                f"{few} needs {CLASSES[few]} classes or more, the defense has {classes}: "
+                f"give version='custom' and attacks={fitting}"
+            )
+        return fitting
 
 
 @torch.no_grad()

@@ -69,6 +69,11 @@ class AutoResult:
         plugin = {"class_path": "lightning_rob.RobustEval", "init_args": spec}
         return yaml.safe_dump(plugin, sort_keys=False)
 
+    @property
+    def shown(self) -> tuple[str, str, str]:
+        """The trail, the plug-in, and the attack as Python, as texts."""
+        return str(self), self.recipe, str(self.attack)
+
 
 @dataclass
 class Judged:

@@ -255,7 +255,8 @@ class RobustCLI(LightningCLI):
         if not isinstance(self.model, RobustModule):
             kind = type(self.model).__name__
             raise InputError(f"predict is for modules of lightning_rob.modules, got {kind}")
-        batches: Any = self.trainer.predict(**options)
+        batches: Any = self.trainer.predict(**options) or []
+        self._check_ran(self.trainer.num_predict_batches)
         found = [row for i, p in batches for row in zip(i.tolist(), p.tolist(), strict=True)]
         folder = run_folder(self.trainer) or Path(self.trainer.default_root_dir)
         shares = gathered(found)
@@ -344,10 +345,17 @@ class RobustCLI(LightningCLI):
         return [pair for of_one in found for pair in (of_one or {}).items()]
 
     def after_validate(self) -> None:
+        self._check_ran(self.trainer.num_val_batches)
         self._check_thresholds("val")
 
     def after_test(self) -> None:
+        self._check_ran(self.trainer.num_test_batches)
         self._check_thresholds("test")
+
+    def _check_ran(self, batches: Sequence[float]) -> None:
+        # Lightning passes over a stage without batches; some commands in place of a test have none.
+        if self.trainer.state.fn and not sum(batches):
+            raise InputError("there were no images: this part of the data, or its limit, is empty")
 
     def _check_thresholds(self, stage: str) -> None:
         logged = {key: float(value) for key, value in self.trainer.callback_metrics.items()}

@@ -1,6 +1,7 @@
 """Entry point of `lightning-rob`; it prints help before anything heavy is imported."""
 
 import ctypes
+import io
 import os
 import re
 import sys
@@ -54,6 +55,8 @@ def main(args: Sequence[str] | None = None) -> None:
             after a fault of the run.
     """
     args = list(sys.argv[1:] if args is None else args)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # the table of a long run, in a locale without "…"
     if not args or args[0] in ("-h", "--help"):
         width = max(map(len, COMMANDS))
         _show(HELP.format(commands="\n".join(f"  {k:{width}}  {v}" for k, v in COMMANDS.items())))
@@ -131,6 +134,8 @@ def share_work(line: Any) -> None:
 
 
 def _fail(message: str, code: int = 2, at_once: bool = False) -> NoReturn:
+    # The error of a loader's process holds a traceback, and ends with what was raised.
+    message = re.sub(r"(?s)Caught \w+ in DataLoader worker .*\w+Error: ", "", message)
     line = visible(re.sub(r"\s*\n\s*", " ", message.strip()))
     print(f"lightning-rob: error: {line}", file=sys.stderr, flush=True)
     if at_once:  # skip exit handlers: torch's would wait for a lost rank

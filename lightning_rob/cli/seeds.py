@@ -24,6 +24,8 @@ from lightning_rob.runtime.files import atomic_write_text, is_file
 from lightning_rob.runtime.spread import ending_children, run_child, spread
 from lightning_rob.tables import CLEAN, literal
 
+MOST = 10_000  # seeds
+
 
 @dataclass(frozen=True)
 class SeedsConfig(SpreadConfig):
@@ -51,12 +53,14 @@ class SeedsConfig(SpreadConfig):
         try:
             ends = [part.partition("..") for part in str(self.seeds).split(",")]
             spans = [range(int(a), int(b if dots else a) + 1) for a, dots, b in ends]
-            if min(span.start for span in spans) < 0:
-                raise ValueError  # Lightning refuses such a seed
+            # Lightning refuses such a seed; and 0..2026113000 would fill the memory.
+            if min(span.start for span in spans) < 0 or sum(b.stop - b.start for b in spans) > MOST:
+                raise ValueError
             # One given twice is one training.
             return [*dict.fromkeys(seed for span in spans for seed in span)]
         except ValueError:
-            raise ValueError(f"--seeds are such as 0..4 or 0,3,7, got {self.seeds!r}") from None
+            limit = f"--seeds are such as 0..4 or 0,3,7, at most {MOST}, got {self.seeds!r}"
+            raise ValueError(limit) from None
 
 
 def fit_seeds(args: Sequence[str]) -> None:

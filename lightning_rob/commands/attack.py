@@ -51,13 +51,18 @@ def run(config: AttackConfig, built: "Run") -> None:
     threat, reason = audited_threat(config, built.model)
     auto = Auto(threat, config.passes or 2 * usual_passes(built.defense, threat)).noting()
     chosen = {"max_images": config.images, "seed": config.seed, **vars(built.inputs)}
-    built.test_with(RobustEval({"auto": auto}, **chosen))
-    if built.trainer.is_global_zero and (found := auto.results):
+    built.test_with(callback := RobustEval({"auto": auto}, **chosen))
+    # First what an interrupted run has found, whose batches are not searched again.
+    log = callback.evaluations[0].evaluator.store.log
+    found = [noted["found"] for noted in log.notes.get("auto", ()) if "found" in noted]
+    found += [result.shown for result in auto.results or ()]
+    if built.trainer.is_global_zero and found:
         print(f"Radius: {threat}, {reason}")
         if len(found) > 1:
             print(f"Of the first of {len(found)} batches, which were searched one by one:")
-        print(found[0])
+        tried, recipe, attack = found[0]
+        print(tried)
         if folder := writing_folder(built.trainer):
-            atomic_write_text(folder / "found.yaml", found[0].recipe)
+            atomic_write_text(folder / "found.yaml", recipe)
             print(f"As a plug-in: --trainer.callbacks+={shlex.quote(str(folder / 'found.yaml'))}")
-        print(f"In Python: {found[0].attack}")
+        print(f"In Python: {attack}")

@@ -9,7 +9,17 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset
 
 from lightning_rob.data.base import Augment, ImageData, Source
-from lightning_rob.runtime.errors import at_least
+from lightning_rob.runtime.errors import InputError, at_least
+
+
+def _rgb(path: str) -> Image.Image:
+    try:
+        with Image.open(path) as image:
+            if image.mode[0] in "IF":  # which `convert` would cut at 255: a white image
+                raise ValueError(f"mode {image.mode} has more than 8 bits: save it with 8")
+            return image.convert("RGB")
+    except Exception as error:  # a damaged file may raise any
+        raise InputError(f"{path} cannot be read as an image: {error}") from error
 
 
 def _pixels(image: Image.Image) -> Tensor:
@@ -96,4 +106,4 @@ class Images(ImageData):
     def _folder(self, part: str) -> Any:
         from torchvision.datasets import ImageFolder
 
-        return ImageFolder(str(self.root / part), transform=_pixels)
+        return ImageFolder(str(self.root / part), transform=_pixels, loader=_rgb)

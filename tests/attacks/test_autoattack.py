@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_rob.attacks import (
     APGD,
@@ -105,6 +106,17 @@ def test_versions_have_the_settings_of_the_paper():
     assert rand == [APGD(LINF, draws=20), APGD(LINF, objective=expected_dlr, draws=20)]
     in_l1 = [APGD(L1, restarts=5), APGD(L1, targets=5), FAB(L1), Square(L1)]
     assert AutoAttack(L1).stages(10) == in_l1
+    three, two = (AutoAttack(LINF).stages(classes) for classes in (3, 2))
+    assert three == [APGD(LINF), APGD(LINF, objective=expected_dlr), *standard[2:]]
+    assert two == [APGD(LINF), *standard[2:]]
+    assert AutoAttack(LINF, "rand").stages(2) == rand[:1]
+
+
+def test_two_classes_are_attacked():
+    net, (x, _) = nn.Sequential(nn.Flatten(), nn.Linear(36, 2)), images(4)
+    y = net(x).argmax(1)
+    x_adv = AutoAttack(LINF, queries=5)(Single(net), x, y, seeded())
+    assert not right(Single(net), x_adv, y).all()
 
 
 def test_robust_and_wrong_images_are_returned_unchanged(single):

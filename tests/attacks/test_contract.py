@@ -667,7 +667,11 @@ def test_wrong_arguments(build, message):
     [
         (APGD(LINF, 5, expected_dlr), 2, "DLR needs three classes or more, the defense has 2"),
         (APGD(LINF, 5, targets=1), 3, "targeted DLR needs four classes or more, the defense has 3"),
-        (AutoAttack(LINF), 2, r"apgd-t needs 4 classes .* 2: .*\('apgd-ce', 'fab-t', 'square'\)"),
+        (
+            AutoAttack(LINF, "custom", ("apgd-ce", "apgd-t", "square")),
+            2,
+            r"apgd-t needs 4 classes .* 2: .*\('apgd-ce', 'square'\)",
+        ),
         (Targeted(STEPS, 5), 5, "rank must be 1 … 4 of 5 classes, got 5"),
     ],
 )

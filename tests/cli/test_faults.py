@@ -8,8 +8,11 @@ import sys
 import time
 
 import pytest
+from torch.utils.data import DataLoader
 
-from lightning_rob.runtime.errors import Fault
+from lightning_rob.cli.errors import shorten_jsonargparse_error
+from lightning_rob.cli.main import _fail
+from lightning_rob.runtime.errors import Fault, InputError
 from lightning_rob.runtime.processes import PARENT, supervised_processes
 from tests.cli.faulty import SMALL, intact, marked, plan, rank_fault, slow
 from tests.forked import forked, start
@@ -34,6 +37,18 @@ def python(code, **env):
 
 def test_a_rank_that_fails_takes_all_with_it(whole, tmp_path):
     assert rank_fault(tmp_path, "hang", "test", whole / LAST)
+
+
+@pytest.mark.parametrize("kind", [InputError, OSError])
+def test_the_error_of_a_loaders_process_is_one_line(kind, capsys):
+    def fail(batch):
+        raise kind("a.png is cut short")
+
+    with pytest.raises(kind) as found:
+        next(iter(DataLoader([0], num_workers=1, collate_fn=fail)))
+    with pytest.raises(SystemExit):
+        _fail(shorten_jsonargparse_error(str(found.value)))
+    assert capsys.readouterr().err == "lightning-rob: error: a.png is cut short\n"
 
 
 def test_sigterm_within_a_long_attack(whole, tmp_path):

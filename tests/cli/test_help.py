@@ -1,5 +1,6 @@
 """`--help` of every command: a screen, an example, and at once."""
 
+import io
 import json
 import os
 import re
@@ -46,6 +47,13 @@ def test_a_reader_that_closes_the_pipe_sees_no_error():
     done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, check=True)
     os.close(writes)
     assert not done.stderr
+
+
+def test_output_in_any_locale(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+    main(["--version"])
+    print("83.8 … 97.9", flush=True)
+    assert sys.stdout.buffer.getvalue().endswith(b"83.8 ? 97.9\n")
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])

@@ -140,6 +140,19 @@ def test_predict_writes_class_probabilities(trained, tmp_path):
     assert torch.equal(table[:, 1], table[:, 2:].argmax(1).float())
 
 
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("test", "--trainer.limit_test_batches=0"),
+        ("validate", "--trainer.limit_val_batches=0"),
+        ("predict", "--trainer.limit_predict_batches=0"),
+    ],
+)
+def test_a_run_without_images_is_an_error(trained, command, option, capsys):
+    args = ("--ckpt_path", str(trained / CKPT), "--trainer.accelerator=cpu")
+    assert "there were no images" in refused(capsys, command, *args, option)
+
+
 def test_null_reaches_the_parts_of_parts():
     parser = Parser()
     parser.add_subclass_arguments(Attack, "of")

@@ -117,6 +117,9 @@ def test_accuracies_of_other_weights_are_left_out(exported, tmp_path, monkeypatc
     other["state_dict"]["members.0.last.bias"] += 1
     place = exported[1].with_name("other.ckpt")
     torch.save(other, place)
+    foreign = place.parents[2] / "photographs" / "images" / "labels.json"
+    foreign.parent.mkdir(parents=True)
+    foreign.write_text("[1, 2]")  # no card
     run("export", "--ckpt_path", place, "--format=safetensors", f"--out={tmp_path / 'm'}")
     assert "No evaluation of these weights is recorded" in (tmp_path / "m/README.md").read_text()
     place.unlink()

@@ -55,6 +55,7 @@ REFUSED = [
     (compare, {"args": "a.csv b.csv --fail-if-worse 2"}, "--fail_if_worse is a share .*got 2"),
     (compare, {"args": "a.csv --fail-if-worse 0.02"}, "--fail_if_worse is for two records"),
     *((SeedsConfig, {"seeds": s}, "--seeds") for s in ("-1..1", "1..2..3", "0,0", "2..1", "0..")),
+    (SeedsConfig, {"seeds": "0..20000"}, "--seeds are such as .* at most 10000, got '0..20000'"),
 ]
 
 

@@ -10,6 +10,7 @@ from lightning_rob.attacks import PGD
 from lightning_rob.data import Images
 from lightning_rob.defenses import Single
 from lightning_rob.nets import ZooNet
+from lightning_rob.runtime.errors import InputError
 from lightning_rob.threat import Threat
 from tests.data import check_batches
 
@@ -63,6 +64,17 @@ def test_imagenet_images_reach_resnet18_as_torchvision_prepares_them(tmp_path):
     x_adv = PGD(Threat("linf", 4 / 255), 1, 2 / 255)(Single(net), x, y)
     assert 0 < (x_adv - x).abs().max() <= 4 / 255 + 1e-6
     assert x_adv.min() >= 0 and x_adv.max() <= 1
+
+
+def test_an_image_that_cannot_be_read_is_named(tmp_path):
+    root = image_folder(tmp_path, "train", "val", count=2)
+    deep, cut = (root / "val" / "ant" / f"{i}.png" for i in range(2))
+    Image.fromarray(np.full((20, 24), 9_000, np.uint16)).save(deep)
+    cut.write_bytes(cut.read_bytes()[:300])
+    images = Images(str(root), val_size=1).source(train=False)
+    for i, file, reason in [(0, deep, "mode I;16 has more than 8 bits"), (1, cut, "truncated")]:
+        with pytest.raises(InputError, match=f"{file} cannot be read as an image: .*{reason}"):
+            images[i]
 
 
 def test_missing_image_folders_are_named_at_once(tmp_path):

@@ -15,7 +15,14 @@ from lightning_rob.callbacks.loggers import run_folder
 from lightning_rob.commands.base import Run
 from lightning_rob.commands.checkpoints import RECIPE, SAVED, read_checkpoint
 from lightning_rob.commands.report.blocks import WHOLE, Block, Heading, Paragraph, markdown, table
-from lightning_rob.commands.report.runs import AttackResult, Evaluations, attack_result, records_in
+from lightning_rob.commands.report.runs import (
+    AttackResult,
+    Evaluations,
+    attack_result,
+    mapping_in,
+    records_in,
+    text_of,
+)
 from lightning_rob.commands.report.sections import accuracy_table, attack_table, evaluation, threats
 from lightning_rob.commands.specs import class_name, short
 from lightning_rob.evaluation.records import versions
@@ -176,7 +183,9 @@ def recorded(weights: str, logs: Iterable[Path]) -> list[tuple[str, list[AttackR
     data: dict[tuple[Any, ...], str] = {}
     cards_of = {card.resolve() for place in logs for card in place.glob("*/images/*.json")}
     for folder in sorted({card.parents[1] for card in cards_of}):
-        cards = [json.loads(path.read_text("utf-8")) for path in folder.glob("images/*.json")]
+        # Beside a checkpoint there may be images of others, with files of any content.
+        files = folder.glob("images/*.json")
+        cards = [mapping_in(text_of(path), json.loads) for path in files]
         wanted = {_moment(card): card for card in cards if card.get("weights") == weights}
         data |= {(folder, *moment): str(card.get("data")) for moment, card in wanted.items()}
         records = records_in(folder / RECORDS) if (folder / RECORDS).is_file() else ()

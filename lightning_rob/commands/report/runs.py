@@ -197,9 +197,9 @@ def read_run(folder: Path) -> Run:
     for fields in found:
         if "variable" not in fields:  # those are of a sweep
             kinds.setdefault(fields.get("kind"), []).append(fields)
-    audit = _mapping(_text(folder / AUDIT), json.loads)
+    audit = mapping_in(text_of(folder / AUDIT), json.loads)
     is_audit = (audit.get("schema"), audit.get("kind")) == (SCHEMA, "audit")
-    recipe = _text(folder / "config.yaml")
+    recipe = text_of(folder / "config.yaml")
     return Run(
         folder=folder,
         label=folder.name,
@@ -210,7 +210,7 @@ def read_run(folder: Path) -> Run:
         monitor=list(records_in(folder / MONITOR)),
         audit=audit if is_audit else {},
         recipe=recipe,
-        config=_mapping(recipe, yaml.safe_load),
+        config=mapping_in(recipe, yaml.safe_load),
         pictures=sorted(filter(Path.is_file, folder.glob("*.png"))),
     )
 
@@ -221,12 +221,13 @@ def _last(records: Iterable[Fields], *names: str) -> list[Fields]:
     return [f for f in last.values() if f.get("stage") == "test"] or list(last.values())
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """Return the text of a file, empty without one."""
     # A pipe of this name would never end.
     return path.read_text("utf-8", "replace") if path.is_file() else ""
 
 
-def _mapping(text: str, load: Callable[[str], Any]) -> Fields:
+def mapping_in(text: str, load: Callable[[str], Any]) -> Fields:
     """Return the mapping that a text holds, empty if it holds anything else."""
     try:
         content = load(text)
