@@ -55,10 +55,14 @@ def print_table(title: str, results: Iterable[Any], console: Console | None = No
     table = Table(title=title, caption="; ".join(methods), **STYLE)
     for name in kept:
         left = name in ("attack", "on", "within")
-        # The other columns fold first; no name is cut.
+        # The other columns fold first; no name and no number is cut.
         least = widths[name] if name == "attack" else None
         table.add_column(
-            name, justify="left" if left else "right", no_wrap=least is not None, min_width=least
+            name,
+            justify="left" if left else "right",
+            overflow="fold",
+            no_wrap=least is not None,
+            min_width=least,
         )
     for row in rows:
         cells = {**row, "attack": literal(row["attack"])}
@@ -167,7 +171,7 @@ def print_votes(
     if several:
         table.add_column("ensemble", overflow="fold")
     for heading in ("M", "dis.", *rules):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", overflow="fold")
     for (name, ensemble), found in rows.items():
         distance = found[0]["dissimilarity"]
         cells = [literal(name), *([literal(ensemble)] if several else [])]

@@ -22,6 +22,7 @@ from lightning_rob.evaluation.records import (
     measured,
     threat_model_card,
 )
+from lightning_rob.tables import table_text
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import GaussianNoise
 from tests.schema import SCHEMA as JSON_SCHEMA
@@ -67,3 +68,11 @@ def test_the_page_and_the_schema_name_the_same_fields():
     cells = [line.split("|")[1] for line in page.partition("\n## ")[0].splitlines() if "|" in line]
     described = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
     assert described == JSON_SCHEMA["$defs"]["accuracy"]["properties"].keys() - {"kind"}
+
+
+def test_a_narrow_terminal_cuts_no_number():
+    result = Result("adaptive_pgd", 1.0, (0.83, 0.97), 1000, 1.5, {})
+    lines = table_text("a", [result], 34).split("\n")
+    columns = zip(*(line.split("│")[1:-1] for line in lines if "│" in line), strict=True)
+    folded = ["".join(map(str.strip, parts)) for parts in columns]
+    assert folded[1:] == ["100.0%", "83.0 …97.0", "1000"]
