@@ -154,9 +154,9 @@ class Submission:
         scores |= {"prediction": relative_time(defense, batches[0][0]), "norms": {}}
         for norm, eps in protocol.radii.items():
             if not (path := kept / f"{norm}.json").exists():
-                found = self._within(defense, protocol, Threat(norm, eps), batches, kept)
+                part = self._within(defense, protocol, Threat(norm, eps), batches, kept)
                 kept.mkdir(parents=True, exist_ok=True)
-                atomic_write_text(path, json.dumps(found))
+                atomic_write_text(path, json.dumps(part))
             scores["norms"][norm] = json.loads(path.read_text())
         if protocol.certified and hasattr(defense, "sigma") and "l2" in protocol.radii:
             found = certify(
