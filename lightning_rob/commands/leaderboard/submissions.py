@@ -150,7 +150,7 @@ class Submission:
         scores: Scores = {"protocol": asdict(protocol), "weights": fingerprint(defense)}
         scores["versions"] = versions()
         # Outside of the submission, whose files are not ours.
-        name = f"{self.folder.name[:50]}_{cache_key(**scores)}"
+        name = f"{self.folder.name[:50]}_{cache_key(**scores, batches=batches)}"
         kept = self.folder.with_name(".scoring") / name
         scores |= {"prediction": relative_time(defense, batches[0][0]), "norms": {}}
         for norm, eps in protocol.radii.items():
