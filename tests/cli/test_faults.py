@@ -39,12 +39,11 @@ def test_a_rank_that_fails_takes_all_with_it(whole, tmp_path):
     assert rank_fault(tmp_path, "hang", "test", whole / LAST)
 
 
-@pytest.mark.parametrize("kind", [InputError, OSError])
-def test_the_error_of_a_loaders_process_is_one_line(kind, capsys):
+def test_the_error_of_a_loaders_process_is_one_line(capsys):
     def fail(batch):
-        raise kind("a.png is cut short")
+        raise InputError("a.png is cut short")
 
-    with pytest.raises(kind) as found:
+    with pytest.raises(InputError) as found:
         next(iter(DataLoader([0], num_workers=1, collate_fn=fail)))
     with pytest.raises(SystemExit):
         _fail(shorten_jsonargparse_error(str(found.value)))
