@@ -38,6 +38,7 @@ from lightning_rob.evaluation.worst import WORST
 from lightning_rob.metrics import wilson_over_draws
 from lightning_rob.runtime.errors import InputError, is_of_shape, visible
 from lightning_rob.runtime.files import atomic_write_text
+from lightning_rob.runtime.processes import stop
 from lightning_rob.threat import Threat
 
 HEADS = (
@@ -121,6 +122,7 @@ def run(
                 hash(one.scores["weights"])  # what the file cannot hold is an error of its own
                 json.dumps(one.publish(protocol), allow_nan=False)
         except (Exception, SystemExit) as error:  # one submission never stops the others
+            stop.leave()  # but Ctrl-C does
             one.reasons.append(reason(error, [*batches[0][0].shape[1:]]))
     if config.part is not None:
         print_reasons(found)
