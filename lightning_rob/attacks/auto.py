@@ -163,6 +163,11 @@ class Auto(Attack):
         x_adv = noting(defense, x, y, generator)
         return replace(noting.results[-1], x_adv=x_adv)  # type: ignore[index]
 
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """The trail, the plug-in and the attack of the last call that was noted."""
+        return self.results[-1].shown if self.results else ()
+
     def noting(self) -> "Auto":
         """Return the same attack, which keeps the `results` of its calls."""
         noting = replace(self)

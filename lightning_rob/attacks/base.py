@@ -113,6 +113,11 @@ class Attack(Counted, ABC):
     splits_batches: ClassVar[bool] = False  # whether it chooses itself how many images at a time
     stops_on_gradient_logits: ClassVar[bool] = False  # whether logits of gradient passes decide
 
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """Texts about the last call that a later run may show; most attacks keep none."""
+        return ()
+
     def __call__(
         self, defense: Defense, x: Tensor, y: Tensor, generator: Generator = None
     ) -> Tensor:

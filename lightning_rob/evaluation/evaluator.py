@@ -267,8 +267,8 @@ class Evaluator:
                 found = [asdict(finding) for finding in self.findings[before:]]
                 noted = {"findings": found, "random": self.random}
                 noted["recovered"] = name in self.recovered
-                if searched := getattr(attack, "results", None):  # of `Auto`, for a later run
-                    noted["found"] = searched[-1].shown
+                if attack.shown:
+                    noted["found"] = attack.shown
                 self.store.log.add(x, y, index, name, outcomes[name], seconds, noted)
         # Predictions may be random by noise, or by the choice of a member.
         wanted = settings.known_noise and KNOWN not in outcomes

@@ -51,6 +51,8 @@ STATE = WeakKeyDictionary()
 class Stopping(Attack):
     """Counts its batches, and stops at one; equal to others of its class for a cache."""
 
+    results = ("its own",)  # an attack of others may have any attribute
+
     def __init__(self, fail_at=None):
         self.threat = THREAT
         STATE[self] = [fail_at, []]
